@@ -1,17 +1,18 @@
-"""Measures how long training stops for a checkpoint of 49M parameters: Shardline's beside torch's own ways.
+"""Measures how long training stops for a checkpoint of 49M parameters, with Shardline and with torch.
 
     python -m benchmarks.checkpoint [--quick]
 
 One process trains a Llama of 10 layers and saves weights and AdamW state, in turn, with Shardline (synchronous,
 asynchronous), `torch.save` and `torch.distributed.checkpoint.async_save` (thread, staging buffers kept). Shardline's
-are fsynced, hashed with SHA-256 and published whole; torch.save returns while the bytes are in the page cache.
+checkpoints are fsynced, hashed with SHA-256 and published whole; torch.save returns while the bytes are in the page
+cache.
 
-stall: seconds until the next step can begin. slowdown: how much longer the steps meanwhile took than undisturbed ones,
-summed. on disk: seconds from the call until the checkpoint can be loaded. first: stall of the first one, which
-allocates buffers. Medians over the rounds after the first.
+stall: seconds until the next step can begin. slowdown: seconds that the steps during the save took longer than
+undisturbed ones, summed. on disk: seconds from the call until the checkpoint can be loaded. first: stall of the first
+save, which allocates buffers. Figures are medians over the rounds after the first.
 
-received share: the bytes that arrive at a rank of 4 or 8 while a checkpoint is staged, as the kernel counts them on its
-connections, over the bytes that it keeps and writes; the rank with most, by layout.
+received share: the bytes that a rank receives while a checkpoint is staged, as the kernel counts them on its
+connections, divided by the bytes that it keeps and writes; the largest of 4 or 8 ranks, by layout.
 
 The last line is one JSON object: `stall_s`, `slowdown_s`, `on_disk_s` and `first_stall_s` by way of saving,
 `received_share` by ranks and layout, `received_share_max`.
@@ -109,7 +110,7 @@ def make_run(folder: Path) -> RunPlan:
 
 
 def make_run_on_ranks(folder: Path, *, of: RunPlan, ranks: int, parallel: dict[str, Any]) -> None:
-    """Plan a Llama of 8 narrow layers on so many ranks of this machine's CPUs, on the same tokens."""
+    """Plan a Llama of 8 narrow layers on `ranks` ranks on this machine's CPUs, with the same tokens."""
     settings = of.config.model_dump(mode="json") | {"parallel": parallel}
     settings["model"] |= {"layers": 8, "width": 128}
     settings["train"] |= {"context": 16, "global_batch": ranks, "micro_batch": 1}
@@ -123,7 +124,7 @@ def make_run_on_ranks(folder: Path, *, of: RunPlan, ranks: int, parallel: dict[s
 
 
 def measure_traffic(folder: Path, *, of: RunPlan, ranks: int) -> dict[str, float]:
-    """Return by layout how many bytes a rank receives for a checkpoint over those that it keeps: the rank with most."""
+    """Return, by layout, the bytes that a rank receives for a checkpoint divided by those it keeps: the largest."""
     for name, parallel in LAYOUTS.items():
         make_run_on_ranks(folder / name, of=of, ranks=ranks, parallel=parallel)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -151,7 +152,7 @@ def _this_machine() -> Inventory:
 
 
 class Bench:
-    """The training that checkpoints interrupt. `begin` starts one and returns a function: whether it is complete."""
+    """The training that checkpoints interrupt. `begin` starts one and returns a function that tells if it is done."""
 
     def __init__(self, state: TrainingState, folder: Path, *, stack: ExitStack) -> None:
         self.state, self.folder, self.number = state, folder, 0
@@ -198,7 +199,7 @@ class Bench:
         written = dcp.async_save(
             {"model": model, "optimizer": optimizer}, checkpoint_id=self.folder / "dcp", async_stager=self.stager
         )
-        assert isinstance(written, Future)  # as staging is not asynchronous
+        assert isinstance(written, Future)  # because staging is not asynchronous
         return written.done
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -216,7 +217,7 @@ def measure(bench: Bench, way: str) -> Timing:
         slowdown_s += bench.step() - step_s
     on_disk_s = time.perf_counter() - began
     if way in bench.savers:
-        bench.savers[way].finish()  # old checkpoints are deleted
+        bench.savers[way].finish()  # deletes old checkpoints
     return Timing(step_s, stall_s, slowdown_s, on_disk_s)
 
 
@@ -252,7 +253,7 @@ def run(folder: Path, *, rounds: int, ranks: tuple[int, ...]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 9, traffic of 4 ranks alone")
+    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 9, traffic of 4 ranks only")
     quick = parser.parse_args().quick
     rounds, ranks = (3, (4,)) if quick else (9, (4, 8))
     folder = Path(tempfile.mkdtemp(prefix="shardline-checkpoint-"))
@@ -268,7 +269,7 @@ def main() -> None:
     for way in WAYS:
         columns = (result[key][way] for key in ("stall_s", "slowdown_s", "on_disk_s", "first_stall_s"))
         print(f"{way:18}" + "".join(f"{seconds:10.2f}" for seconds in columns))
-    print("received by a rank for a checkpoint, over what it keeps of it (at most):")
+    print("bytes that a rank receives for a checkpoint, divided by those that it keeps (largest):")
     for number, shares in result["received_share"].items():
         print(f"{number:10}" + ", ".join(f"{name} {share:.3f}" for name, share in shares.items()))
     print(json.dumps(result))

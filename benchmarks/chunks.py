@@ -3,12 +3,12 @@
     python -m benchmarks.chunks [--quick]
 
 The corpus is simulated: 100 JSON-lines files of 10 GB behind a URL, of which only names and sizes exist. The
-coordinator does all that it does for a real one: cuts chunks, hands tasks out, collects what became of each chunk and
-writes the manifest. The workers leave out the reading, encoding and writing. The engines are the pool of `tasks`,
-Prefect's process pool and a Dask cluster on this machine (if prefect-dask is installed), with 2 workers each. Prefect's
-server is a process of its own; Dask's scheduler is not, and is counted. A task has 20 chunks.
+coordinator does the same as for a real corpus: it cuts chunks, hands out tasks, collects each chunk's result and writes
+the manifest. The workers leave out reading, encoding and writing. The engines are the pool of `tasks`, Prefect's
+process pool and a Dask cluster on this machine (if prefect-dask is installed), with 2 workers each. Prefect's server is
+a process of its own; Dask's scheduler is part of the coordinator and is counted. A task has 20 chunks.
 
-All costs are CPU time of the coordinator, threads included: that is what other machines would wait for.
+All costs are CPU time of the coordinator, threads included, because other machines would wait for that time.
 
 The last line is one JSON object: `chunks` (the two numbers), `plan_us_per_chunk`, `manifest_us_per_chunk`,
 `ms_per_task` and `us_per_chunk` (of everything) by engine and number of chunks, `growth` (microseconds per chunk at the
@@ -47,7 +47,7 @@ CHUNKS_OF_100_TB = 100_000
 
 
 def leave_out(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
-    """Return what `tokenize_chunk` would for a chunk of one file, and do nothing."""
+    """Return what `tokenize_chunk` would return for a chunk of one file, without its work."""
     tokens = chunk.num_bytes // 4
     stretches = tuple(Stretch(source=span.number, tokens=tokens, text_bytes=chunk.num_bytes) for span in chunk.spans)
     common = {"tokens": tokens, "documents": 1000, "text_bytes": chunk.num_bytes, "sha256": "0" * 64}
@@ -88,7 +88,7 @@ def engines(kind: str, data: DataConfig) -> Iterator[Engine]:
 
 def measure(kind: str, number: int, folder: Path) -> dict[str, float]:
     """Measure the cost of each part, for about `number` chunks; the engine is warm."""
-    from benchmarks import chunks as here  # workers know this module by its name
+    from benchmarks import chunks as here  # workers import this module by this name
 
     data = DataConfig(path="s3://bucket", shard_mib=round(FILES * FILE_BYTES / number / 2**20))
     tokenizer = SavedTokenizer(folder / "tokenizer.json", "bpe, 32000 tokens", "0" * 64, 32000, 31999, None, "tiktoken")

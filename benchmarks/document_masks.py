@@ -1,13 +1,13 @@
-"""Training on packed documents: with a dense mask, as it was, and by document, as it is.
+"""Compares training on packed documents with a dense attention mask and, as today, with attention by document.
 
     python -m benchmarks.document_masks [--quick]
 
 before    a bool mask of context x context for each sequence, for torch's scaled_dot_product_attention
 after     training/models/document_attention.py; on a CPU torch's fused attention document by document
 
-A step's forward and backward pass of a small Llama in fp32 on one thread, one sequence, in turns; documents of a
-log-normal length, the median 256 tokens, as of web text. Time is CPU time, which other programs disturb least; memory
-is the peak that the kernel counts, less what was there before. Both ways get the same loss.
+Both ways take turns with the forward and backward pass of a small Llama, in fp32 on one thread, on one sequence. Its
+documents have log-normal lengths with a median of 256 tokens, as in web text. Time is CPU time, which other programs
+disturb least; memory is the kernel's peak minus what was in use before. Both ways get the same loss.
 
 The last line is one JSON object: `time_ratio` and `memory_ratio` (before / after) of the step, and
 `attention_time_ratio` of one layer's attention alone, each by context.
@@ -36,7 +36,7 @@ MEDIAN_TOKENS, SPREAD = 256, 1.0  # of a document's length: the median, and the 
 
 
 def documents_of(context: int) -> Tensor:
-    """int64 [1, context]: the number of each token's document."""
+    """Return int64 [1, context]: the number of each token's document."""
     lengths = torch.empty(context).log_normal_(0, SPREAD).mul_(MEDIAN_TOKENS).long().clamp(min=1)
     return torch.arange(context).repeat_interleave(lengths)[None, :context]
 
@@ -52,7 +52,7 @@ def model_of(context: int) -> LanguageModel:
 
 
 def step(model: LanguageModel, documents: Tensor, tokens: Tensor, shortest: int) -> Tensor:
-    """The loss, with attention by document from `shortest` tokens on."""
+    """Return the loss, with attention by document if the context has at least `shortest` tokens."""
     document_attention.CPU_CONTEXT = shortest
     loss: Tensor = model(tokens, tokens, documents=documents)
     return loss / tokens.numel()
@@ -68,7 +68,7 @@ def by_document(tensors: list[Tensor], documents: Tensor) -> Tensor:
 
 
 def race(context: int, *, rounds: int) -> tuple[dict[str, Cost], dict[str, Cost]]:
-    """Costs of a step, and of one layer's attention, before and after."""
+    """Return the costs of a step, and of one layer's attention, before and after."""
     torch.manual_seed(0)
     documents, tokens, model = documents_of(context), torch.randint(VOCABULARY, (1, context)), model_of(context)
     heads = [torch.randn(1, HEADS, context, WIDTH // HEADS, requires_grad=True) for _ in range(3)]
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    race(512, rounds=1)  # what is made at first use
+    race(512, rounds=1)  # warms up
     figures: dict[str, Any] = {"time_ratio": {}, "memory_ratio": {}, "attention_time_ratio": {}}
     print(f"{'':10}{'context':>8}{'CPU s':>9}{'peak MiB':>10}{'loss':>12}{'attention CPU s':>17}")
     for context in args.contexts:

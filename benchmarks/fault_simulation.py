@@ -1,14 +1,14 @@
-"""Recovery under thousands of seeded faults, simulated (tests/support/fault_simulation.py says what is real in it).
+"""Simulates recovery under thousands of seeded faults (tests/support/fault_simulation.py says which code is real).
 
     python -m benchmarks.fault_simulation [--quick | --seeds N | --seed N]
 
-Each seed is a run on one to three hosts that meets up to eight faults, in any combination, and is started again by its
-user until it is done. What must hold is checked: one attempt at a time owns the run, no row of metrics is lost or comes
-twice, training goes on from the newest whole checkpoint, the run fails only where something made it fail, its status is
-true, nothing is left behind, and each start comes to its end. A seed that breaks one of these is printed with the
-command that shows what happened in it, `--seed N`. 10,000 seeds; --quick: 2,000.
+Each seed is a run on one to three hosts that meets up to eight faults, in any combination; its user starts it again
+until it is done. The invariants: one attempt at a time owns the run, no row of metrics is lost or doubled, training
+continues from the newest complete checkpoint, the run fails only for a cause, its recorded status is true, nothing is
+left behind, and every start ends. A seed that violates one of them is printed with the command that replays it,
+`--seed N`. 10,000 seeds; --quick: 2,000.
 
-The last line is one JSON object: `seeds`, `violations` (seeds in which something did not hold) and `seconds`.
+The last line is one JSON object: `seeds`, `violations` (seeds that violate an invariant) and `seconds`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEEDS, QUICK = 10_000, 2_000
 
 
 def show(seed: int) -> int:
-    """Print what happens in one seed; 1 if something does not hold."""
+    """Print what happens in one seed; return 1 if it violates an invariant, else 0."""
     outcome = simulate(seed, trace=True)
     print("\n".join(outcome.story))
     print(f"\nseed {seed}: {len(outcome.violations)} violations; faults: {', '.join(outcome.faults) or 'none'}")
@@ -58,7 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK:,} seeds")
     parser.add_argument("--seeds", type=int, default=0, help=f"number of seeds; default {SEEDS:,}")
-    parser.add_argument("--seed", type=int, help="show what happens in this one")
+    parser.add_argument("--seed", type=int, help="show what happens in this seed")
     options = parser.parse_args()
     if options.seed is not None:
         return show(options.seed)

@@ -2,11 +2,12 @@
 
     python -m benchmarks.gpu [--quick] [--sizes gpt2-124m llama-1b llama-7b]
 
-GPT-2 124M, a Llama of 1.1 B and one of 6.7 B parameters, the same weights and batches for all; each contestant is a
-process of its own with the GPU to itself, in turns. Then, at 1.1 B, every strategy that one GPU can show.
+The models are GPT-2 124M, a Llama of 1.1 B and one of 6.7 B parameters; all contestants train the same weights on the
+same batches. Each is a process of its own; they take turns, so that each has the GPU to itself. Then, at 1.1 B, every
+strategy that one GPU can run is measured.
 
-MFU is tokens/s x (6 N + 12 L H Q T) FLOPs per token (training/planner/model_shape.py, no recomputation) over the data
-sheet's dense bf16 peak, and, beside it, over what training/measure.py measures for a large matrix product.
+MFU is tokens/s x (6 N + 12 L H Q T) FLOPs per token (training/planner/model_shape.py, no recomputation), divided by the
+data sheet's dense bf16 peak; the column beside it divides by what training/measure.py measures for a large product.
 The last line is one JSON object: `ratio_vs_plain_loop`, `ratio_vs_hf_trainer` and `mfu` by model size, `strategies`.
 Exits 2 where there is no CUDA device.
 """
@@ -38,7 +39,7 @@ SIZES = (
         "gpt2-124m", {"architecture": "gpt2", "layers": 12, "heads": 12, "width": 768}, 50_257, 1024, 16, 16, 5, GENTLE
     ),
     Size("llama-1b", LLAMA_1B, 32_768, 2048, 8, 8, 2, GENTLE),
-    # fp32 weights, gradients and moments are 100 GiB, and bf16 copies 13: layers are recomputed to fit into 139 GiB.
+    # fp32 weights, gradients and moments take 100 GiB, bf16 copies 13: layers are recomputed to fit into 139 GiB.
     Size("llama-7b", LLAMA_7B, 32_000, 4096, 4, 4, 1, {**GENTLE, "activation_checkpointing": "full"}),
 )
 STRATEGIES_AT = "llama-1b"
@@ -82,20 +83,20 @@ def contestant(
 
 
 def take_turns(contestants: Sequence[Contestant], *, turns: int) -> list[Contestant]:
-    """Run the contestants in turns; return those that ran. One that fails, for example by memory, is reported."""
+    """Run the contestants in turns; return those that did not fail. A failure, such as out of memory, is printed."""
     running = list(contestants)
     for _ in range(turns):
         for each in tuple(running):
             try:
                 race([each], turns=1, rows=4, warmup_rows=2)
             except RuntimeError as error:
-                print(f"{each.name} left the race: {error}")
+                print(f"{each.name} failed and is left out: {error}")
                 running.remove(each)
     return running
 
 
 def bf16_peak_tflops(device_name: str) -> float | None:
-    """The datasheet's dense peak, which MFU is a share of; None for a GPU that the planner's catalogue lacks."""
+    """Return the data sheet's dense peak, to which MFU refers; None for a GPU that the planner's catalogue lacks."""
     gpu = find_gpu(device_name)
     return gpu.peak_tflops.get("bf16") if gpu is not None else None
 
@@ -113,7 +114,7 @@ def figures(each: Contestant, measured: Measured) -> dict[str, Any]:
 
 
 def report(title: str, contestants: Sequence[Contestant], measured: Measured, *, turns: int) -> dict[str, Any]:
-    """Run the contestants and print a table; return the figures of each, with the first one's ratio to it."""
+    """Run the contestants and print a table; return their figures, each with how many times as fast the first is."""
     print(f"\n{title}", flush=True)
     running = take_turns(contestants, turns=turns)
     if contestants[0] not in running:

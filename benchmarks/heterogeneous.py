@@ -1,4 +1,4 @@
-"""Unlike devices: what shares in proportion to speed gain over equal ones, planned beforehand or found while running.
+"""Measures the gain from batch shares in proportion to the devices' speeds, planned beforehand or found in training.
 
     python -m benchmarks.heterogeneous [--quick]
 
@@ -6,26 +6,26 @@ Needs root and Docker's programs (tests/rig/install.sh). Two Docker hosts of the
 Llama of 1.3M parameters trains on one rank each under ddp, always on the same global batches:
 
     equal        equal shares, as if the hosts were alike
-    planned      shares by the hosts' rates, measured in their containers before
-    rebalanced   equal shares at first, which follow the measured steps; timed in the second half of the run
+    planned      shares by the hosts' rates, measured in their containers beforehand
+    rebalanced   equal shares at first, then adjusted to the measured steps; timed in the second half of the run
 
-A step's time is the median over a run's steps, the speed-up the median over the repetitions. Twice the speed on one of
-two hosts can gain 1.5x at most.
+A step's time is the median over a run's steps, the speed-up the median over the repetitions. If one of two hosts is
+twice as fast, the gain is 1.5x at most.
 
-Then replicas of unlike shape, on three hosts that may use 1.0, 0.5 and 0.5 cores. The small ones are planned with
-SMALL_GIB of memory, in which the model's training state does not fit, so that plain ddp is not possible:
+Then replicas of unlike shape are compared, on three hosts that may use 1.0, 0.5 and 0.5 cores. The small hosts are
+planned with SMALL_GIB of memory, too little for the model's training state, so that plain ddp is not possible:
 
-    pp           a pipeline of all three, of equal stages
-    fsdp         all three, each layer gathered when it is needed, with shares by speed
+    pp           one pipeline of all three hosts, in equal stages
+    fsdp         all three hosts, each layer gathered when it is needed; shares by speed
     unlike       the first host alone, and the other two as a pipeline; shares by speed
-    auto         what the plan takes by itself, where not --quick
+    auto         the layout that the planner chooses (not with --quick)
 
-An equal pipeline is as fast as its slowest stage, which makes it 1.5 cores of the 2.0, and with n micro-batches a step
-it works n / (n + 2) of the time; `unlike` has a core that always works, and another that does n / (n + 1) of the time.
-So it can gain 2.0 / 1.5 = 1.33x where n is large, and 1.39x with the 16 micro-batches that the plan takes there and the
-6 that it takes here. Over fsdp it gains what that sends more, and recomputes for want of memory.
+A pipeline of equal stages is as fast as its slowest stage, so `pp` uses 1.5 of the 2.0 cores, and with n micro-batches
+a step it is busy n / (n + 2) of the time. In `unlike` one core is always busy, and the pipeline's core n / (n + 1) of
+the time. So the gain over `pp` can be 2.0 / 1.5 = 1.33x if n is large, and 1.39x with the plan's 16 micro-batches for
+`pp` and 6 for `unlike`. `unlike` is faster than `fsdp` because `fsdp` sends more and recomputes for lack of memory.
 
-Then benchmarks/slow_link.py: compressed gradients at 100 Mbit.
+Then benchmarks/slow_link.py measures compressed gradients at 100 Mbit.
 The last line is one JSON object: `speedup_planned_vs_equal`, `speedup_rebalanced_vs_equal`, `step_s` and `loss` (after
 the same tokens) by way, `speedup_unlike_replicas_vs_best_uniform` and `unlike_replicas`, and all of slow_link's.
 """
@@ -64,8 +64,8 @@ UNLIKE: dict[str, dict[str, Any]] = {
     "auto": {"parallel__strategy": "auto"},
 }
 VOCAB, GLOBAL_BATCH = 256, 48
-WARM_UP = 4  # steps: allocation, and what the first containers' start still takes of the cores
-SPLIT_EVERY = 2  # steps: shares move, half way at a time, after three of these
+WARM_UP = 4  # steps, slower because of allocation and containers that still start
+SPLIT_EVERY = 2  # steps; shares move after three such periods, half way each time
 WAYS: dict[str, dict[str, Any]] = {
     "equal": {"parallel__shares": "equal", "parallel__rebalance": "off"},
     "planned": {"parallel__shares": "auto", "parallel__rebalance": "off"},
@@ -75,7 +75,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures of a run. `step_s`: median; `train_s`: all steps after the warm-up; `micro_batches`: the last."""
+    """Figures of a run. `step_s`: median; `train_s`: all steps after the warm-up; `micro_batches`: at the end."""
 
     step_s: float
     train_s: float

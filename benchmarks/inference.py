@@ -1,11 +1,11 @@
-"""Tokens/s of the torch engine on this CPU, over the ways to share a model, against Hugging Face's `generate`.
+"""Compares tokens/s of the torch engine on this CPU, for each way to share a model, with Hugging Face's `generate`.
 
     python -m benchmarks.inference [--quick]
 
-One model with random weights, greedy, fp32, all cores in each contestant (2 ranks: half of them each). All are loaded
-first, then take turns, so that a busy moment of the machine meets them alike. One prompt, and several of unlike
-length at once: `generate` gets those as one left-padded batch, the engine as requests that come together. The
-engine's text is compared with `generate`'s.
+All contestants run one model with random weights, greedily, in fp32, on all cores (2 ranks: half of the cores each).
+They are loaded first and then take turns, so that a busy moment of the machine affects all alike. They get one prompt,
+then several of unlike length: `generate` gets these as one left-padded batch, the engine as simultaneous requests. The
+engine's text must equal `generate`'s.
 The last line is one JSON object: `tokens_per_s` and `ratio_vs_hf_generate` by contestant, for 1 prompt and for several.
 """
 
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the small model, fewer turns; under 2 minutes")
     parser.add_argument("--size", choices=SIZES, help="default: 100M, with --quick 10M")
     args = parser.parse_args()
-    if "GOMP_SPINCOUNT" not in os.environ:  # what the ranks get: `generate`'s threads must not spin either
+    if "GOMP_SPINCOUNT" not in os.environ:  # set for the ranks too; `generate`'s threads must not spin either
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.inference", *sys.argv[1:]], {**os.environ, **SPIN})
     size, turns, new_tokens = args.size or ("10M" if args.quick else "100M"), 3 if args.quick else 7, 48
     figures = {}

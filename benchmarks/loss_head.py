@@ -1,17 +1,17 @@
-"""The loss of a linear output layer, forward and backward: as it was, as it is, and by torch over all logits.
+"""Compares three ways to compute the loss of a linear output layer, forward and backward.
 
     python -m benchmarks.loss_head [--quick]
 
 before    benchmarks/baselines/chunked_loss.py: 2,048 tokens at a time, 14 passes over fp32 logits
 after     training/models/linear_cross_entropy.py
-torch     torch.nn.functional.cross_entropy over the logits of all tokens, what a user would write
+torch     torch.nn.functional.cross_entropy over the logits of all tokens, as a user would write it
 
-All get the same fp32 numbers on one thread, in turns. Time is CPU time, which other programs disturb least; memory is
-the peak that the kernel counts, less what was there before: logits and gradients. WIDTH is small because this is a CPU:
-at 128 a product takes it about as many times as long as a pass over the logits as at 4,096 an H100 takes in bf16. On
-wider models products take a larger part of the time, and the ratio is nearer to 1 (without --quick: 768 too).
+All get the same fp32 numbers on one thread and take turns. Time is CPU time, which other programs disturb least; memory
+is the kernel's peak minus what was in use before: logits and gradients. WIDTH is small because this is a CPU: the time
+of a product divided by that of a pass over the logits is about the same at width 128 on a CPU as at 4,096 on an H100 in
+bf16. In wider models products take a larger part of the time, so the ratio is closer to 1 (without --quick, 768 too).
 
-`unpadded` is `after` with as many words as there are, where that is no multiple of 128.
+`unpadded` is `after` without padding the vocabulary to a multiple of 128; left out if it is such a multiple already.
 
 The last line is one JSON object: `time_ratio` and `memory_ratio` (before / after), `time_ratio_vs_torch` and
 `memory_ratio_vs_torch`, and `padding_time_ratio` (unpadded / after), each by vocabulary.
@@ -53,7 +53,7 @@ WAYS: dict[str, Loss] = {
 
 
 def race(vocabulary: int, width: int, *, rounds: int) -> dict[str, Cost]:
-    """Medians over rounds, in each of which every way has its turn."""
+    """Return the median cost of each way over rounds; in each round every way has one turn."""
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, width, requires_grad=True)
     weight = torch.randn(vocabulary, width).mul_(0.05).requires_grad_()
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="*", default=VOCABULARIES)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    race(256, WIDTH, rounds=1)  # what is made at first use
+    race(256, WIDTH, rounds=1)  # warms up
     figures: dict[str, Any] = {}
     print(f"{TOKENS:,} tokens{'':4}{'words':>10}{'width':>7}{'CPU s':>8}{'peak MiB':>10}{'loss':>12}")
     for width in (WIDTH,) if args.quick else (WIDTH, 768):

@@ -1,18 +1,18 @@
-"""The cost of copies of the training state in the memory of two hosts, and the steps that are lost with them.
+"""Measures the cost of in-memory checkpoints on two hosts, and the steps that a failure loses with them.
 
     python -m benchmarks.memory_checkpoints [--quick]
 
-Two ranks of this machine, one on each of two made-up hosts, train a Llama of 5M parameters on 4 x 256 tokens a step
-under ddp. Each rank copies its half of weights and moments (30 MB) into its own host's memory and into the other's,
-over TCP, at every EVERY steps, hashed and agreed on, while the next step is computed on the same two cores.
+Two ranks on this machine, each on a simulated host of its own, train a Llama of 5M parameters on 4 x 256 tokens a step
+under ddp. Every EVERY steps each rank copies its half of weights and moments (30 MB) into its own host's memory and,
+over TCP, into the other's. Copies are hashed and agreed on while the same two cores compute the next step.
 
-Cost: seconds of EVERY steps that begin with a copy over those of EVERY steps without one, measured in turn; the median
-of the rounds' ratios, and the same of the first rank's processor time, which other programs on the machine disturb
-less. Lost: the ranks are killed (SIGKILL) at some step, what the second host holds in its memory is
-deleted, and the run is started again: the newest step that was logged before, less the one it continues after.
+Cost: the time of EVERY steps that begin with a copy, divided by that of EVERY steps without one, measured alternately;
+the median over the rounds. The same is computed for the first rank's CPU time, which other programs disturb less.
+Steps lost: the ranks are killed (SIGKILL) at some step, the second host's copies are deleted, and the run is started
+again. Their number is the newest step that was logged before, minus the step after which the run continues.
 
-The last line is one JSON object: `step_ratio`, `cpu_ratio`, `stall_ms` (the part of it in which training stands still),
-`steps_lost` (the most of the kills), `every_steps`, `copy_mb` (a rank's).
+The last line is one JSON object: `step_ratio`, `cpu_ratio`, `stall_ms` (the part of a copy in which training stands
+still), `steps_lost` (the largest number over the kills), `every_steps`, `copy_mb` (of one rank).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DEADLINE_S = 200
 
 
 def make_run(folder: Path, *, memory_dir: Path, shards_of: RunPlan, **sections: dict[str, Any]) -> Path:
-    """Plan a run of two CPU ranks; returns the path of its plan."""
+    """Plan a run of two CPU ranks; return the path of its plan."""
     settings: dict[str, dict[str, Any]] = {
         "data": {"path": "stdlib"},
         "model": {"layers": 4, "width": 128, "heads": 4, "tie_embeddings": True},
@@ -89,7 +89,7 @@ def measure_cost(plan_path: Path, *, rounds: int) -> list[dict[str, float]]:
 
 
 def steps_lost(plan_path: Path, *, at_step: int, memory_dir: Path) -> int:
-    """Kill the run's ranks after that step, lose a host's memory, start again, and count."""
+    """Kill the run's ranks after `at_step`, delete a host's copies, start again, and return the steps lost."""
     run_dir = plan_path.parent
     process = start(plan_path)
     wait_for_step(run_dir, at_step, process)

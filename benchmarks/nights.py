@@ -1,16 +1,17 @@
-"""Measures what a model forgets that trains on new text every night, with and without a replay share of the old.
+"""Measures how much a model that trains on new text every night forgets, with and without replay of old text.
 
     python -m benchmarks.nights [--quick] [--nights N] [--replay SHARE] [--data FOLDER]
 
-Three unlike texts: Shakespeare, Tang poems in Chinese, Python's standard library. A first model is trained on some of
-each, then there is a slice of one of them a night, in turns. Each night goes on from the night before, weights and
-AdamW moments, with a warm-up and a cooldown (wsd) to a tenth of the first model's learning rate, through its own slice
-once; with replay, 1 - SHARE of its tokens are new and SHARE are of all earlier slices. After each night the loss on
-the held-out text of every slice is measured.
+There are three unlike texts: Shakespeare, Tang poems in Chinese, Python's standard library. A first model is trained on
+a part of each; then each night has a slice of one of them, in rotation. A night continues from the weights and AdamW
+moments of the night before, with a tenth of the first model's learning rate, with warm-up and cooldown (wsd), once
+through its own slice; with replay, 1 - SHARE of its tokens are new and SHARE are of all earlier slices. After each
+night the loss on the held-out text of every slice is measured.
 --data: the folder with tinyshakespeare.txt and tang_poems.jsonl.
 The last line is one JSON object: `loss` (by way, then by slice: after each night), `worst_old_slice_with_replay` and
-`worst_old_slice_without` (over all nights and all slices that are older: the loss over the best that any earlier night
-left there, less 1), `final_old_with_replay` and `final_old_without` (the same after the last night, the worst slice).
+`worst_old_slice_without` (the largest, over all nights and all older slices, of the loss divided by the slice's best
+loss after an earlier night, minus 1), `final_old_with_replay` and `final_old_without` (the same after the last night,
+the worst slice).
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ DATA = Path(os.environ.get("SHARDLINE_TEST_DATA", REPO.parent / "shared" / "data
 SLICE_BYTES, QUICK_SLICE_BYTES = 100_000, 40_000
 LEARNING_RATE = 1e-3  # of the first model
 NIGHTLY_LEARNING_RATE = 1e-4
-FIRST = "first"  # some of each text, thrice
-Losses = dict[str, list[float]]  # by slice: after each night from its own on
+FIRST = "first"  # a part of each text, for three epochs
+Losses = dict[str, list[float]]  # by slice: the loss after each night, from the slice's own night on
 
 
 def slices_of_text(data: Path, *, num_bytes: int, count: int) -> list[tuple[str, str]]:
-    """(name, text) of the first model and of each night."""
+    """Return (name, text) of the first model and of each night."""
     library = find_sources(DataConfig(path="stdlib"), SkippedDocuments("skip"))
     python = "".join(source.path.read_text(encoding="utf-8") for source in library[:: max(1, len(library) // 200)])
     poems = (data / "tang_poems.jsonl").read_text(encoding="utf-8").splitlines()
@@ -96,7 +97,7 @@ def config_of(corpus: Path, *, quick: bool) -> RunConfig:
 
 
 class Nights:
-    """One way through all nights, in a folder of its own."""
+    """Trains through all nights with one share of replay, in a folder of its own."""
 
     def __init__(self, folder: Path, inventory: Inventory, *, replay: float, quick: bool) -> None:
         self.folder, self.inventory, self.replay, self.quick = folder, inventory, replay, quick
@@ -106,7 +107,7 @@ class Nights:
         self.tokenizer: Path | None = None
 
     def night(self, name: str, text: str) -> None:
-        """Trains on a slice, and on what is replayed; measures the loss on every slice so far."""
+        """Train on a slice and on replayed text; measure the loss on every slice so far."""
         corpus = self.folder / "text" / f"{name}.txt"
         corpus.parent.mkdir(exist_ok=True)
         corpus.write_text(text, encoding="utf-8")
@@ -118,7 +119,7 @@ class Nights:
         tokens, manifest = prepare_corpus(config.data, tokens_home=self.folder / "tokens")
         plan = plan_run(config, inventory=self.inventory, run_id=name, shards=manifest, shards_dir=tokens)
         plan_path = self.folder / name / "plan.json"
-        plan.model_copy(update={"threads_per_rank": 1}).write(plan_path)  # two would wait for each other beside others
+        plan.model_copy(update={"threads_per_rank": 1}).write(plan_path)  # two would wait for each other if busy
         run_ranks(plan_path)
         run_ranks(plan_path, program="training.evaluate")
         report = EvalReport.read(plan_path.with_name("eval.json"))
@@ -142,7 +143,7 @@ class Nights:
 
 
 def worse(losses: Losses, *, last_only: bool = False) -> float:
-    """The most by which an older slice's loss was above the best of an earlier night, as a fraction."""
+    """Return the largest rise of an older slice's loss above its best after an earlier night, as a fraction."""
     found = [
         series[night] / min(series[:night]) - 1
         for series in losses.values()
@@ -153,7 +154,7 @@ def worse(losses: Losses, *, last_only: bool = False) -> float:
 
 
 def table(losses: Losses, *, nights: int) -> list[str]:
-    """Markdown: a row for each slice, a column for each night."""
+    """Return the lines of a Markdown table: a row for each slice, a column for each night."""
     rows = ["| slice | first | " + " | ".join(f"{night}" for night in range(nights)) + " |"]
     rows.append("|---|" + "---|" * (nights + 1))
     for name, series in losses.items():
@@ -163,7 +164,7 @@ def table(losses: Losses, *, nights: int) -> list[str]:
 
 
 def nights(folder: Path, *, count: int, replay: float, quick: bool, data: Path) -> Mapping[str, Losses]:
-    """The losses by way, `replay` and `none`."""
+    """Return the losses by way, `replay` and `none`."""
     texts = slices_of_text(data, num_bytes=QUICK_SLICE_BYTES if quick else SLICE_BYTES, count=count)
     inventory = check_hardware(home=folder, ranks=1)
     losses = {}

@@ -1,12 +1,12 @@
-"""Training on token shards from an object store against the same shards on the local disk, also while it is away.
+"""Compares training on token shards from an object store, also while it is away, with shards on the local disk.
 
     python -m benchmarks.object_store [--quick]
 
 A Llama of 0.4M parameters trains on one rank, on byte tokens of the standard library (repeated to 192 MB), three times:
 from the local disk; from an S3 server of this machine (moto, behind a proxy that adds 50 ms to each answer) with an
 empty cache; and the same with a full cache and a server that is away for 30 s in the middle. The batches are the same,
-which the losses show. The last line is one JSON object: `step_ms` by way (median of the steps), `wait_s` by way (what
-steps waited for blocks), `step_ratio_first` and `step_ratio_away` (median step against the local disk's),
+which the losses show. The last line is one JSON object: `step_ms` by way (median of the steps), `wait_s` by way
+(seconds that steps waited for blocks), `step_ratio_first` and `step_ratio_away` (median step against the local disk's),
 `seconds_lost_away` (the time of all steps while the server was away, beyond as many median steps), and `same_losses`.
 """
 
@@ -73,7 +73,7 @@ def config_of(*, steps: int) -> RunConfig:
 
 
 class Run:
-    """One training; `away_s`: the server does not answer for so long, from a third of the steps on."""
+    """One training run. `away_s` of `train`: seconds that the server does not answer, after a third of the steps."""
 
     def __init__(self, shards: Path, folder: Path, inventory: Inventory, *, steps: int) -> None:
         manifest = TokenShards.read(shards / "manifest.json")
@@ -119,15 +119,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, s3_server() as server:
         home = Path(name)
         os.environ |= server.environment
-        here = make_shards(home / "here" / "0123456789abcdef", num_tokens=QUICK_TOKENS if options.quick else NUM_TOKENS)
-        upload_shards(STORE, here)
+        num_tokens = QUICK_TOKENS if options.quick else NUM_TOKENS
+        local_shards = make_shards(home / "here" / "0123456789abcdef", num_tokens=num_tokens)
+        upload_shards(STORE, local_shards)
         server.faults.latency_s = LATENCY_S
-        there = home / "there" / here.name
-        assert find_shards(STORE, there)
+        store_shards = home / "there" / local_shards.name
+        assert find_shards(STORE, store_shards)
         inventory = check_hardware(home=home, ranks=1)
         local, first, away = (
             Run(shards, home / run, inventory, steps=steps)
-            for shards, run in ((here, "local"), (there, "first"), (there, "away"))
+            for shards, run in ((local_shards, "local"), (store_shards, "first"), (store_shards, "away"))
         )
         for way, run, absent_s in (("local", local, 0.0), ("first", first, 0.0), ("away", away, away_s)):
             began = time.perf_counter()

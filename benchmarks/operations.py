@@ -1,19 +1,20 @@
-"""Measures what operating costs, and what is lost: queued runs, flows at once, a long log, a server killed under it.
+"""Measures the cost and the losses of queued runs, flows at once, a long log, and a tracking server that is killed.
 
     python -m benchmarks.operations [--quick] [--plot stalls.png]
 
 Everything goes through a real Prefect server, MLflow server and worker, as `shardline up` starts them in a new
 SHARDLINE_HOME:
 
-- 50 runs of a trivial config (1 layer, 2 steps; evaluated, exported, registered like any other) are submitted at once
-  as from the form. The queue takes one at a time; `seconds_per_run` is the time for all over their number.
-- 10 flows at once write metrics to the one MLflow (benchmarks/support/logging_flow.py).
-- 100,000 rows of metrics, as a run of 2 hours with 14 rows a second has them, faster: stalls of the loop, memory and
-  unsent rows by tenths of the log.
-- The same rows by `mlflow.log_metrics`, synchronous and not: processes of their own, which take turns; ratios are
-  medians over rounds. Then all three at once while the MLflow server is killed and comes back.
+- 50 runs of a trivial config (1 layer, 2 steps; evaluated, exported, registered like any other) are submitted at once,
+  as by the form. The queue takes one at a time; `seconds_per_run` is the total time divided by their number.
+- 10 flows at once write metrics to one MLflow server (benchmarks/support/logging_flow.py).
+- 100,000 rows of metrics, as many as a run of 2 hours with 14 rows a second has, are written faster: stalls of the
+  loop, memory and unsent rows are measured by tenths of the log.
+- Rows are written by Shardline and by `mlflow.log_metrics`, synchronous and not. Each way is a process of its own; they
+  take turns, and ratios are medians over rounds. Then all three write at once while the MLflow server is killed and
+  comes back.
 
-Rows are counted in MLflow's database: lost is a step without one of its metrics, doubled one with more of them.
+Rows are counted in MLflow's database: a step is lost if it lacks one of its metrics, doubled if it has one twice.
 The last line is one JSON object: `runs_lost`, `rows_lost` and `rows_doubled` (of Shardline, all parts),
 `seconds_per_run`, `stall_p99_ms` of the long log, and the other figures of the table.
 """
@@ -113,7 +114,7 @@ def _parts(servers: Servers, runs: list[dict[str, Any]]) -> dict[str, float]:
         ended_before = at["COMPLETED"]
         for part, seconds in (around | taken).items():
             found.setdefault(part, []).append(seconds)
-    found[WAIT] = found[WAIT][1:] or [0.0]  # the first one waited for none
+    found[WAIT] = found[WAIT][1:] or [0.0]  # no run precedes the first one
     return {part: statistics.median(seconds) for part, seconds in found.items()}
 
 
@@ -153,9 +154,9 @@ def flows_at_once(servers: Servers, *, flows: int, rows: int) -> AtOnce:
 
 @dataclass(frozen=True)
 class Written:
-    """The cost of one way of logging, and the rows that MLflow has of it.
+    """The cost of one way of logging, and the rows that MLflow lost or doubled.
 
-    Memory and unsent rows are taken after each tenth of the log.
+    `memory_mib` and `backlog_rows` (rows not sent yet) have a value for each tenth of the log.
     """
 
     stalls_ms: np.ndarray
@@ -216,7 +217,7 @@ class Writing:
         if self.processes[way].wait():
             raise RuntimeError(f"{way}: {(self.folder / f'{way}.log').read_text()[-2000:]}")
         measured = json.loads((self.folder / f"{way}.json").read_text())
-        measured.pop("raised")  # what is lost is counted where it is missing
+        measured.pop("raised")  # lost rows are counted in MLflow's database
         if way == OURS:  # as the flow does, once the ranks have ended
             began = time.monotonic()
             send_rows(self.folder / METRICS, tracking_uri=self.servers.url("mlflow"), mlflow_run_id=self.runs[way])
@@ -272,7 +273,7 @@ def ratio(rounds: Sequence[dict[str, Written]], way: str, percent: float) -> flo
 
 def show_runs(queued: Queued, at_once: AtOnce, *, size: Size) -> None:
     print(
-        f"{size.runs} queued runs, one at a time: {queued.runs_lost} lost, {queued.seconds_per_run:.1f} s each, of it"
+        f"{size.runs} queued runs, one at a time: {queued.runs_lost} lost, {queued.seconds_per_run:.1f} s each, by part"
     )
     for part, seconds in sorted(queued.parts.items(), key=lambda item: -item[1]):
         print(f"  {part:44}{seconds:8.2f}")
@@ -324,10 +325,10 @@ def plot(path: Path, long: Written, rounds: Sequence[dict[str, Written]], struck
     for pane, written in ((panes[1], rounds[-1]), (panes[2], struck)):
         for way, each in written.items():
             pane.plot(np.arange(1, len(each.stalls_ms) + 1), each.stalls_ms, ".", markersize=2, label=way)
-    for pane, title in zip(panes, ("Shardline, a long log", "undisturbed", "MLflow killed, and back"), strict=True):
+    for pane, title in zip(panes, ("Shardline, a long log", "undisturbed", "MLflow killed and restarted"), strict=True):
         pane.set(title=title, xlabel="row", yscale="log")
         pane.axhline(5, color="grey", linewidth=0.8)
-    panes[0].set_ylabel("the loop stands still, ms")
+    panes[0].set_ylabel("stall of the loop, ms")
     panes[1].legend(frameon=False, markerscale=6)
     figure.tight_layout()
     figure.savefig(path, dpi=80)

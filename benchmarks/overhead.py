@@ -2,10 +2,10 @@
 
     python -m benchmarks.overhead [--quick]
 
-Runs `shardline pretrain quickstart` up to its first step, in a new SHARDLINE_HOME as `make setup` leaves it (the
-machine is measured; the databases are made and the corpus is tokenized by the run), then again in the same one.
-Everything between the command's start and the first step counts; what is neither a stage nor the ranks' own start is
-put down to Prefect and MLflow, imports included.
+Runs `shardline pretrain quickstart` up to its first step, in a new SHARDLINE_HOME as `make setup` leaves it (hardware
+is measured already; the run makes the databases and tokenizes the corpus), then again in the same SHARDLINE_HOME.
+Everything between the command's start and the first step counts; time that is neither a stage nor the ranks' own start
+is attributed to Prefect and MLflow, imports included.
 The last line is one JSON object: `seconds_to_first_step` and `seconds_prefect_mlflow` of the first run, the medians
 over the repetitions, and the same for the second run with `_again` behind them.
 """
@@ -49,7 +49,7 @@ def measure(home: Path) -> dict[str, float]:
         stage_s = json.loads((run_dir / "stages.json").read_text())
         ranks_started = (run_dir / "gang.json").stat().st_mtime
     finally:
-        process.send_signal(signal.SIGTERM)  # Ctrl-C is ignored by what a shell starts with &
+        process.send_signal(signal.SIGTERM)  # not SIGINT, which a process started by a shell with & ignores
         process.wait(STOP_S)
     total, ranks = first_step - began, first_step - ranks_started
     parts = {"tokenize": stage_s["tokenize"], "hardware": stage_s["hardware"], "ranks to first step": ranks}
@@ -74,12 +74,12 @@ def main() -> None:
     print(f"{'seconds to the first training step':36}" + "".join(f"{kind:>12}" for kind in medians))
     for part in (*PARTS, "total"):
         print(f"{part:36}" + "".join(f"{parts[part]:12.1f}" for parts in medians.values()))
-    first, again = medians["new home"], medians["again"]
+    first, second = medians["new home"], medians["again"]
     result = {
         "seconds_to_first_step": round(first["total"], 2),
         "seconds_prefect_mlflow": round(first["Prefect and MLflow"], 2),
-        "seconds_to_first_step_again": round(again["total"], 2),
-        "seconds_prefect_mlflow_again": round(again["Prefect and MLflow"], 2),
+        "seconds_to_first_step_again": round(second["total"], 2),
+        "seconds_prefect_mlflow_again": round(second["Prefect and MLflow"], 2),
         "repetitions": repetitions,
         "cores": len(os.sched_getaffinity(0)),
     }

@@ -1,14 +1,14 @@
-"""The plan's arithmetic against published measurements: throughput and memory, row by row.
+"""Compares the plan's arithmetic with published measurements of throughput and memory, row by row.
 
     python -m benchmarks.planner_vs_published [--quick] [--parts]
 
-What prices our own runs (memory.py and step_time.py in training/planner) price runs of Megatron-LM, DeepSpeed,
-torchtitan and MosaicML here, each by a cost model of that program. A few efficiencies were fitted, to the
+The code that predicts our own runs (memory.py and step_time.py in training/planner) predicts runs of Megatron-LM,
+DeepSpeed, torchtitan and MosaicML here, each with a cost model of that program. A few efficiencies were fitted to the
 rows marked * in published.py; errors are those of all other rows. The last line is one JSON object:
-`median_throughput_error`, `p90_throughput_error`, `median_memory_error`, `worst_error` (of both), `rows`, and the blind
-rows' median apart; `ranges` (measured / predicted times of four of five rows, by kind of mesh) and
+`median_throughput_error`, `p90_throughput_error`, `median_memory_error`, `worst_error` (of both), `rows`, and figures
+of the blind rows; `ranges` (of measured / predicted time in four of five rows, by kind of mesh) and
 `coverage_of_ranges` (the share of rows within the range that the rows of all other sources give); `mean_regret` and
-`max_regret` (how many times as long as the fastest the layout takes that the planner would choose, where one source
+`max_regret` (time of the layout that the planner would choose, divided by that of the fastest one, where one source
 measured several layouts of the same job on the same machines); `seconds_for_4096_gpus` (to plan llama-1b's run).
 """
 
@@ -38,9 +38,9 @@ from training.planner.search import AS_FAST, simplicity
 from training.planner.step_time import step_s
 from training.records.plan import NOT_ALLOCATED, ModelShape
 
-# GPU, network of a host as the sources say (A100S, A100I: assumed), and the share of the stand-in's rate of matrix
-# products that whole steps sustain: fitted, one number for A100, one for H100, one for H100 held at 500 W, one for
-# H100 under NVIDIA's own programs, one for a B200 of which torchao says that its power was limited, and not to what.
+# GPU, network of a host as the sources say (A100S, A100I: assumed), and the share of the hypothetical host's rate of
+# matrix products that whole steps sustain: fitted, one number for A100, one for H100, one for H100 limited to 500 W,
+# one for H100 under NVIDIA's own programs, one for a B200 whose power was limited (torchao does not say to what).
 A100, H100, H100_AT_500W, H100_OF_NVIDIA, B200_LIMITED = 0.90, 0.78, 0.70, 0.93, 0.385
 MACHINES: dict[str, tuple[str, str, float]] = {
     "A100": ("A100-80GB-SXM", "8x200Gb", A100),  # Selene: Narayanan et al. 2021, section 5
@@ -56,17 +56,18 @@ MACHINES: dict[str, tuple[str, str, float]] = {
     "H100N": ("H100-80GB-SXM", "8x400Gb", H100_OF_NVIDIA),  # network assumed, as a DGX H100 has
     "H200T": ("H200-141GB-SXM", "8x400Gb", H100),
     "B200": ("B200-180GB-SXM", "8x400Gb", H100),  # one host
-    # GB200, GB300: what one network of NVLink joins, up to 72 of them in hosts of 4, is a host here (64 are used).
+    # GB200, GB300: the up to 72 GPUs, in hosts of 4, that one NVLink network joins are one host here (64 are used).
     "B200N": ("B200-180GB-SXM", "8x400Gb", H100_OF_NVIDIA),
     "GB200": ("GB200-186GB", "64x400Gb", H100_OF_NVIDIA),
     "GB300": ("GB300-288GB", "64x800Gb", H100_OF_NVIDIA),
     "B200L": ("B200-180GB-SXM", "8x400Gb", B200_LIMITED),
 }
 MEMORY_GB_PER_S = {"H100T": 0.88 * 2400}
-FP8_GAIN = 1.5  # of all products of a layer, over bf16: fitted
-ZERO3_NETWORK = 0.095  # of the network, that DeepSpeed's stage 3 reached in 2021: fitted
+FP8_GAIN = 1.5  # rate of a layer's products divided by that in bf16: fitted
+ZERO3_NETWORK = 0.095  # share of the network's rate that DeepSpeed ZeRO-3 reached in 2021: fitted
 
-# Bytes from the papers and the programs' sources: 2 of weights, 2 or 4 of gradients, 12 of fp32 weights and moments.
+# Bytes per parameter from the papers and the programs' sources: 2 of weights, 2 or 4 of gradients, 12 of fp32 weights
+# and moments.
 MEGATRON = CostModel(
     Program(
         kept=Kept(whole=10, split=8, kv=0, mlp=4, scores=5),  # Korthikanti et al. 2022, eq. 2
@@ -96,7 +97,7 @@ TITAN = CostModel(
     Program(
         kept=Kept(whole=16, split=4, kv=4, mlp=8),
         boundary_bytes=2,
-        products_kept=0.55,  # of each layer's seven products every other
+        products_kept=0.55,  # every other of a layer's seven products
         sequence_parallel=True,
         chunked_logits=False,
         gather_bytes=2,
@@ -150,10 +151,10 @@ COST_MODELS: dict[str, CostModel] = {
     "mpt16": MPT.replaced(weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, reduce_bytes=2),
     "mpth": MPT.replaced(attention_share=0.32),
     "mpth8": MPT.replaced(attention_share=0.32 / FP8_GAIN),
-    "tinyl": COMPILED.replaced(ops=40),  # fused kernels by hand
+    "tinyl": COMPILED.replaced(ops=40),  # hand-written fused kernels
     "nemo": NEMO,
     "nemo8": NEMO.replaced(attention_share=NEMO.time.attention_share / FP8_GAIN),
-    "maxtext": COMPILED.replaced(products_kept=0.25),  # of a layer's products those of queries, keys and values
+    "maxtext": COMPILED.replaced(products_kept=0.25),  # only a layer's queries, keys and values
     "maxtext8": COMPILED.replaced(products_kept=0.25, attention_share=TITAN.time.attention_share / FP8_GAIN),
 }
 COST_MODELS |= dict.fromkeys(("titan8r", "titanmx", "titanmxr"), COST_MODELS["titan8"])
@@ -278,14 +279,14 @@ def summary(table: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def time_ratio(row: Row) -> float:
-    """Measured / predicted time of a step."""
+    """Return measured / predicted time of a step."""
     assert row.rate is not None
     ratio = row.rate / predict(row).rate
     return ratio if row.unit == "s" else 1 / ratio
 
 
 def likely_range(ratios: Sequence[float]) -> tuple[float, float]:
-    """The range that holds four of five of them."""
+    """Return the range that contains four of five of the ratios."""
     tenths = quantiles(ratios, n=10, method="inclusive")
     return tenths[0], tenths[-1]
 
@@ -299,7 +300,7 @@ def ranges(tested: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def coverage(tested: Sequence[Row]) -> float:
-    """The share of rows within the range that the rows of its kind from all other sources give."""
+    """Return the share of rows within the range given by rows of the same kind from all other sources."""
     within = []
     for row in tested:
         kind = mesh_kind(row.strategy, tp=row.tp, pp=row.pp)
@@ -313,7 +314,7 @@ def coverage(tested: Sequence[Row]) -> float:
 
 
 def sweeps() -> list[list[Row]]:
-    """Rows of one source with the same job on the same machines, in layouts that the arithmetic tells apart."""
+    """Return rows of one source with the same job on the same machines, in layouts with different predictions."""
     found = defaultdict(list)
     for row in rows():
         if row.rate is not None:
@@ -324,7 +325,7 @@ def sweeps() -> list[list[Row]]:
 def regret(sweep: Sequence[Row]) -> float:
     """Return the time per token of the layout that the planner would choose, over that of the fastest.
 
-    It takes the simplest of those that are predicted to be within AS_FAST of the fastest.
+    The planner takes the simplest of those that are predicted to be within AS_FAST of the fastest.
     """
 
     def token_s(row: Row, rate: float) -> float:
@@ -363,14 +364,14 @@ def show(row: Row, one: dict[str, Any], *, parts: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="no other rows: all of them take a second")
+    parser.add_argument("--quick", action="store_true", help="the same rows, because all of them take a second")
     parser.add_argument("--parts", action="store_true", help="each row's seconds and GiB by part")
     args = parser.parse_args()
     table = []
     for row in rows():
         table.append(compared(row))
         show(row, table[-1], parts=args.parts)
-    print("\npublished, then predicted; * fitted to, b blind")
+    print("\npublished, then predicted; *: an efficiency was fitted to this row, b: blind row")
     for source, where in SOURCES.items():
         print(f"{source:3} {where}")
     tested = [row for row in rows() if row.rate is not None and row.role != "fitted"]

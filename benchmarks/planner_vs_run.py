@@ -1,12 +1,13 @@
-"""The plan against real runs on this CPU: step time and memory, as predicted and as measured.
+"""Compares step time and memory that the plan predicts with real runs on this CPU.
 
     python -m benchmarks.planner_vs_run [--quick]
 
-quickstart's model and batch, by several strategies on 1 and 2 ranks; each is planned with what training/measure.py
-found here, then trained by `python -m training.train`. A busy machine makes rates and steps unlike: before each it
-waits, for a minute at most, until 90% of the cores are idle. Errors are measured / predicted - 1, of the median step.
+quickstart's model and batch run with several strategies on 1 and 2 ranks; each run is planned with the rates that
+training/measure.py measured here, then trained by `python -m training.train`. On a busy machine rates and steps would
+not match, so each run waits, for a minute at most, until 90% of the cores are idle. Errors are
+measured / predicted - 1, of the median step.
 Each layout runs twice: the second run's plan is corrected by what the first one measured, if its steps were steady.
-The last line is one JSON object: `median_step_error`, `median_memory_error`, both again of the second runs as
+The last line is one JSON object: `median_step_error`, `median_memory_error`, the same of the second runs as
 `median_step_error_corrected` and `median_memory_error_corrected` (null where no run was steady), `rows`.
 """
 
@@ -74,7 +75,7 @@ def compare(
     wait: Callable[[], None],
     measurements: Sequence[Measurement] = (),
 ) -> tuple[dict[str, Any], Measurement | None]:
-    """The errors of one run, and what it teaches."""
+    """Return the errors of one run, and its measurement, which corrects later plans (None: it cannot be used)."""
     ranks = len(inventory.hosts[0].devices)
     run_dir = folder / f"{strategy}-{precision}-{len(measurements)}"
     plan = write_plan(
@@ -95,7 +96,7 @@ def compare(
     rows, result = read_rows(run_dir / "metrics.jsonl"), TrainResult.read(run_dir / "result.json")
     step_ms, gib = median([row["step_ms"] for row in rows if "step_ms" in row][1:]), result.peak_memory_gib
     predicted_ms = plan.predicted.step_ms
-    predicted_gib = plan.predicted.peak_gib(plan.device_kind) - TRACKING_GIB  # these runs log nowhere
+    predicted_gib = plan.predicted.peak_gib(plan.device_kind) - TRACKING_GIB  # these runs have no tracking
     row = {
         "strategy": strategy,
         "precision": precision,
@@ -140,9 +141,9 @@ def main() -> None:
                     row, measured = compare(folder, inventory, **how, wait=wait)
                     print(describe_row(row), flush=True)
                     if measured is not None:
-                        again, _ = compare(folder, inventory, **how, wait=wait, measurements=[measured])
-                        row |= {f"{what}_corrected": again[what] for what in ERRORS}
-                        print(f"{describe_row(again)}, corrected by the first", flush=True)
+                        corrected, _ = compare(folder, inventory, **how, wait=wait, measurements=[measured])
+                        row |= {f"{what}_corrected": corrected[what] for what in ERRORS}
+                        print(f"{describe_row(corrected)}, corrected by the first", flush=True)
                     table.append(row)
     whats = [*ERRORS, *(f"{what}_corrected" for what in ERRORS)]
     errors = {what: [abs(row[what]) for row in table if what in row] for what in whats}

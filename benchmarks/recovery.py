@@ -6,14 +6,15 @@ Needs root and Docker's programs (tests/rig/install.sh). A Llama of 1.3M paramet
 fails in these ways: docker kill of a node and of the first node, kill -9 of a dockerd that comes back after 3 s
 (training continues meanwhile), a partition that heals, and a host that loses its power for good where launch.min_hosts
 allows to continue without it. The last two include the time until a host is declared lost (launch.lost_after_s), and
-the partition's own length. In these every attempt imports its program anew. The two kinds of docker kill are repeated
-with a standby on each host (launch.standby_after_s), which has its imports behind it when the failure comes, and with
-copies of the state in the hosts' memory every 5 steps (checkpoint.memory_every_steps).
+the partition's own length. In all these ways every attempt imports its program anew. The two kinds of docker kill are
+repeated with a standby on each host (launch.standby_after_s), which has finished its imports when the failure comes,
+and with copies of the state in the hosts' memory every 5 steps (checkpoint.memory_every_steps).
 
-Checkpoint share: how much longer a step takes on average, with a checkpoint every 20 steps, than those steps do while
-none is on its way. The last line is one JSON object: `seconds_to_next_step` by scenario, medians over the repetitions,
-`ratio_vs_cold` (of the two kinds of docker kill, their seconds with a standby over those without, the larger one),
-`steps_lost` (steps made again after a failure, the most with copies in memory), and `checkpoint_share`.
+Checkpoint share: how much longer an average step takes, with a checkpoint every 20 steps, than steps during which no
+checkpoint is being written. The last line is one JSON object: `seconds_to_next_step` by scenario, medians over the
+repetitions, `ratio_vs_cold` (seconds with a standby divided by those without, the larger of the two kinds of docker
+kill), `steps_lost` (the largest number of steps made again after a failure, with copies in memory), and
+`checkpoint_share`.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class FailureTimer:
             self.steps += 1
             if row["step"] <= self.undisturbed_steps:
                 self.made[int(row["step"])] = made
-            elif self.waiting and self.steps > STEPS_BETWEEN and self.is_ready():  # rows still come while the run stops
+            elif self.waiting and self.steps > STEPS_BETWEEN and self.is_ready():  # none wait while the run stops
                 self._inject()
         elif not self.current.restarts or self._is_of_next_attempt(made):
             self.seconds[self.current.name] = made - self.since
@@ -157,7 +158,7 @@ def scenarios_of(rig: Rig, *, partition_s: float) -> list[Scenario]:
 
 
 def kill_node(rig: Rig, host: RigHost) -> None:
-    """`docker kill` of the container that trains on the host: the older one, where another stands by."""
+    """Kill, by `docker kill`, the container that trains on the host: the older one, if there is a standby too."""
     running = [container for container in rig.containers(host) if container.status == "running"]
     client = rig.daemons[host.index].client()
     try:
@@ -191,7 +192,7 @@ def run_with_failures(
         train(run_dir, on_row=timer.look)
     except AllMeasured:
         return timer
-    raise AssertionError("the run came to its end before all was measured")
+    raise AssertionError("the run ended before all failures were measured")
 
 
 def measure(rig: Rig, home: Path, shards: Path, name: str, *, patience: Patience) -> Measured:
@@ -222,7 +223,7 @@ def measure(rig: Rig, home: Path, shards: Path, name: str, *, patience: Patience
 
 
 def with_standbys(rig: Rig, home: Path, shards: Path, name: str, settings: dict[str, Any]) -> FailureTimer:
-    """The kinds of docker kill, each made once a standby has its imports behind it on both hosts."""
+    """Time the two kinds of docker kill, each injected when the standbys on both hosts have finished their imports."""
     memory_dir = Path(tempfile.mkdtemp(prefix="shardline-benchmark-", dir="/dev/shm"))
     memory_dir.chmod(0o777)  # as /dev/shm is for all users
     copies = {"checkpoint__memory_every_steps": MEMORY_EVERY, "checkpoint__memory_dir": str(memory_dir / "copies")}
@@ -242,7 +243,7 @@ def with_standbys(rig: Rig, home: Path, shards: Path, name: str, settings: dict[
 
 
 def ratio_vs_cold(seconds: dict[str, float]) -> float:
-    """The larger of the two kinds' ratios."""
+    """Return the larger ratio, over the kinds of docker kill, of seconds with a standby to seconds without."""
     return max(seconds[name] / seconds[name.removesuffix(WARM)] for name in seconds if name.endswith(WARM))
 
 
@@ -294,8 +295,8 @@ def main() -> None:
         f"checkpoints every {EVERY} steps of {1000 * result['step_s']:.0f} ms make a step "
         f"{100 * result['checkpoint_share']:.1f} % longer; training stands still for "
         f"{result['checkpoint_stall_ms']:.0f} ms each\n"
-        f"with a standby a docker kill costs {result['ratio_vs_cold']:.2f} of the time; with copies in memory every "
-        f"{MEMORY_EVERY} steps it costs {result['steps_lost']} steps"
+        f"with a standby, recovery takes {result['ratio_vs_cold']:.2f} of the time; with copies in memory every "
+        f"{MEMORY_EVERY} steps a docker kill costs {result['steps_lost']} steps at most"
     )
     print(json.dumps(result))
 

@@ -1,16 +1,17 @@
-"""Tokens per second and latency of servers for one model, with 1, 4 and 16 clients; failed requests in a roll-out.
+"""Measures tokens per second and latency of servers with 1, 4 and 16 clients, and failed requests in a roll-out.
 
     python -m benchmarks.serving [--quick] [--plot serving.png]
 
-Two models: as large as the quickstart's (4M parameters, a few steps of training) and 94M (random weights). A request
-has a prompt of about 20 tokens and wants 64 more (32 with --quick), greedily. All servers of a model are started
-before and are idle while another one is measured; contestants take turns, repetition by repetition, so that a busy
-machine meets all of them.
-Others are what one would start without Shardline: OpenVINO GenAI's continuous batching and CTranslate2 behind FastAPI,
-in fp32 and with int8 weights (`pip install 'shardline[benchmark]'`; what is not installed is said and left out); of the
-4M model `transformers serve` (its --continuous-batching ends the process at the first request on a CPU, transformers
-5.23), a pipeline behind FastAPI and, without --quick, `mlflow models serve` of MLflow's transformers flavour. Rows of
-their own, without --quick, are Shardline's torch engine and its pyfunc in `mlflow models serve`.
+There are two models: one as large as the quickstart's (4M parameters, trained for a few steps) and one of 94M (random
+weights). A request has a prompt of about 20 tokens and asks for 64 more (32 with --quick), greedily. All servers of a
+model are started first and are idle while another one is measured; in each repetition they take turns, so that a busy
+machine affects all of them.
+The other servers are what one would use without Shardline: OpenVINO GenAI's continuous batching and CTranslate2 behind
+FastAPI, in fp32 and with int8 weights (`pip install 'shardline[benchmark]'`; those that are not installed are reported
+and left out); for the 4M model also `transformers serve` (its --continuous-batching ends the process at the first
+request on a CPU, transformers 5.23), a pipeline behind FastAPI and, without --quick, `mlflow models serve` of MLflow's
+transformers flavour. Without --quick Shardline's torch engine, and its pyfunc in `mlflow models serve`, are measured
+too, but not compared with the others.
 The last line is one JSON object: `tokens_per_s` and `p95_ms` by model, server and clients; `ratio_vs_best_other` by
 model and precision, and clients (tokens/s of `shardline serve` over those of the best of the others in that precision,
 the median over repetitions); `int8_vs_fp32` by model and clients (tokens/s of `shardline serve`);
@@ -46,7 +47,7 @@ CLIENTS = (1, 4, 16)
 START_S = 240
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
 OURS = "shardline serve"
-NO_OTHERS = ("shardline serve, torch", "mlflow models serve, our pyfunc")  # rows of ours that are compared with nothing
+NO_OTHERS = ("shardline serve, torch", "mlflow models serve, our pyfunc")  # not compared with others
 TITLES = {"openvino": "OpenVINO GenAI", "ctranslate2": "CTranslate2"}
 
 
@@ -64,7 +65,7 @@ class Server:
     process: subprocess.Popen[bytes] | None = None
 
     def client(self, *, timeout_s: float = 60) -> httpx.Client:
-        """A client that keeps one connection to the server."""
+        """Return a client that keeps one connection to the server."""
         return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=timeout_s, trust_env=False)
 
     def ask(self, client: httpx.Client, prompt: str, new_tokens: int) -> None:
@@ -139,7 +140,7 @@ def running(server: Server, folder: Path) -> Iterator[None]:
         )
         try:
             yield
-        finally:  # the group: MLflow's server is a child of its command
+        finally:  # ends the process group, because MLflow's server is a child of its command
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -166,13 +167,13 @@ def wait_for(server: Server, folder: Path, *, new_tokens: int) -> None:
 
 def load(server: Server, clients: int, *, new_tokens: int, window_s: float) -> tuple[float, list[float]]:
     """Return tokens per second, and the seconds of each request; clients send one after the other for `window_s`."""
-    barrier, over = threading.Barrier(clients + 1), 0.0
+    barrier, deadline = threading.Barrier(clients + 1), 0.0
 
     def client(number: int) -> list[tuple[float, float]]:
         done: list[tuple[float, float]] = []
         with server.client(timeout_s=600) as http:
             barrier.wait()
-            while not done or time.perf_counter() < over:
+            while not done or time.perf_counter() < deadline:
                 began = time.perf_counter()
                 server.ask(http, f"# {number} {len(done)}\n{PROMPT}", new_tokens)
                 done.append((began, time.perf_counter()))
@@ -181,7 +182,7 @@ def load(server: Server, clients: int, *, new_tokens: int, window_s: float) -> t
     with ThreadPoolExecutor(clients) as pool:
         requesting = [pool.submit(client, number) for number in range(clients)]
         began = time.perf_counter()
-        over = began + window_s
+        deadline = began + window_s
         barrier.wait()
         done = [request for one in requesting for request in one.result()]
     seconds = max(ended for _, ended in done) - began
@@ -192,7 +193,7 @@ def rollout(server: Server, folder: Path, *, moves: int) -> tuple[int, int]:
     """Move the alias back and forth under 4 clients, and wait for each switch; return (requests, failed requests)."""
     from mlflow.tracking import MlflowClient
 
-    client, over = MlflowClient(registry_uri(folder), registry_uri(folder)), threading.Event()
+    client, finished = MlflowClient(registry_uri(folder), registry_uri(folder)), threading.Event()
 
     def served(http: httpx.Client) -> int:
         return int(http.get("/health").json()["version"])
@@ -200,7 +201,7 @@ def rollout(server: Server, folder: Path, *, moves: int) -> tuple[int, int]:
     def hammer(_: int) -> tuple[int, int]:
         num_requests = failed = 0
         with server.client() as http:
-            while not over.is_set():
+            while not finished.is_set():
                 num_requests += 1
                 try:
                     server.ask(http, PROMPT, 16)
@@ -218,7 +219,7 @@ def rollout(server: Server, folder: Path, *, moves: int) -> tuple[int, int]:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"version {version} is not served a minute after the alias moved")
                 time.sleep(0.02)
-        over.set()
+        finished.set()
         counts = [one.result() for one in hammering]
     return sum(num_requests for num_requests, _ in counts), sum(failed for _, failed in counts)
 
@@ -345,7 +346,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw speed and latency to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        # In a process of its own, whose torch and MLflow are gone when servers are measured.
+        # A process of its own makes the models, so that torch and MLflow take no memory when servers are measured.
         making = [sys.executable, "-m", "benchmarks.support.serving_models", scratch]
         making += [] if args.quick else ["--mlflow"]
         if (made := subprocess.run(making, capture_output=True, text=True)).returncode:

@@ -1,21 +1,21 @@
-"""A link slower than the arithmetic: whole gradients against compressed ones, and against groups that seldom agree.
+"""Compares whole gradients, compressed ones and local SGD on a network link that is slower than the computation.
 
     python -m benchmarks.slow_link [--quick]
 
-Needs root and Docker's programs (tests/rig/install.sh). Two Docker hosts of the test rig, one rank each, whose network
-takes 100 Mbit/s each way; a Llama of 3.3M parameters trains under ddp, always on the same global batches:
+Needs root and Docker's programs (tests/rig/install.sh). Two Docker hosts of the test rig have one rank each, and their
+network carries 100 Mbit/s each way; a Llama of 3.3M parameters trains under ddp, always on the same global batches:
 
     dense        fp32 gradients, all-reduced
     bf16         the same in 16 bits
-    topk         the tenth with the largest magnitudes, as int32 places and fp32 values; the rest is added later
-    powersgd     products of matrices of 4 columns; the rest is added later
-    local-sgd    each host by itself, an outer step (0.7, Nesterov 0.9) once in so many steps
+    topk         the tenth with the largest magnitudes, as int32 indices and fp32 values
+    powersgd     products of matrices of 4 columns
+    local-sgd    each host trains alone; after a cycle of steps comes an outer step (rate 0.7, Nesterov momentum 0.9)
 
-A step's time is the mean over a cycle of local-sgd's, outer step included; of these cycles the median, and of the
-speed-ups the median over the repetitions. `sent_mib` is what a rank says that it sends per step, `counted_mib` what the
-kernel counted on the host's interface, with headers and all else. `loss` and `val_loss` are each run's after the same
-tokens. The last line is one JSON object: `slow_link` with these figures by way, `speedup_topk_vs_dense`,
-`speedup_powersgd_vs_dense`, and so on.
+What topk and powersgd leave out is added to the gradients of later steps. A step's time is the mean over one local-sgd
+cycle with its outer step, and then the median over cycles; speed-ups are medians over the repetitions. `sent_mib` is
+what a rank reports to send per step, `counted_mib` what the kernel counted on the host's interface, headers included.
+`loss` and `val_loss` are those of each run after the same number of tokens. The last line is one JSON object:
+`slow_link` with these figures by way, `speedup_topk_vs_dense`, `speedup_powersgd_vs_dense`, and so on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """The number of steps to run. `cycle`: steps between two of local-sgd's outer steps."""
+    """The number of steps to run. `cycle`: steps between two outer steps of local-sgd."""
 
     cycle: int
     cycles: int

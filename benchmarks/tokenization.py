@@ -1,13 +1,13 @@
-"""Text to tokens: Shardline beside `datasets.map` and datatrove's tokenizer step, with the same tokenizer.
+"""Compares tokenization by Shardline, `datasets.map` and datatrove's tokenizer step, with the same tokenizer.
 
     python -m benchmarks.tokenization [--quick]
 
 The text is Python source of this machine, in four files of JSON lines; the tokenizer is a byte-level BPE of 4,096
-tokens that was trained on it before. Each way runs in a process of its own (benchmarks/baselines/tokenizing.py), on 1
-core with 1 worker and on 2 cores with 2, and is timed from the end of its imports until its tokens are on disk:
-Shardline's with hashes of text and tokens, fsync and a manifest, the others' as they leave them. Medians over the
-repetitions. How Shardline's rate grows with the workers is measured on the same text 6 times over: to start processes
-takes a second, whatever the text.
+tokens that was trained on a part of it. Each way runs in a process of its own (benchmarks/baselines/tokenizing.py), on
+1 core with 1 worker and on 2 cores with 2, and is timed from the end of its imports until its tokens are on disk:
+Shardline's with hashes of text and tokens, fsync and a manifest, the others' as they leave them. Figures are medians
+over the repetitions. How Shardline's rate grows with the workers is measured on 6 copies of the text, because starting
+processes takes a second, whatever the size of the text.
 
 The last line is one JSON object: `mb_per_s_per_core` by way and number of workers, `ratio_vs_datasets` and
 `ratio_vs_datatrove` (Shardline's rate over theirs, on as many workers as there are cores, 2 at most),
@@ -82,7 +82,7 @@ def measure(way: str, corpus: Path, tokenizer: Path, *, workers: int) -> dict[st
 
 
 def linearity_of(corpus: Path, tokenizer: Path, *, repetitions: int) -> float:
-    """Shardline's rate on 2 workers over twice that on 1."""
+    """Return Shardline's rate on 2 workers divided by twice that on 1."""
     more = corpus.with_name("more")
     more.mkdir()
     for path in corpus.iterdir():

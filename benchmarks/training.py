@@ -2,8 +2,8 @@
 
     python -m benchmarks.training [--quick] [--plot losses.png]
 
-All train the same Hugging Face class from the same weights on the same batches, in fp32 on as many threads, each in
-its own process, in turns (benchmarks/support/race.py). Shardline is `python -m training.train` with
+All train the same Hugging Face class from the same weights on the same batches, in fp32 on the same number of threads,
+each in its own process, in turns (benchmarks/support/race.py). Shardline is `python -m training.train` with
 train.compile=true; its rate, like theirs, is what it writes to metrics.jsonl. Then Shardline on 2 ranks of 1 thread
 against 1 rank of 1 thread, for every strategy, on the same global batch.
 
@@ -70,7 +70,7 @@ def compare(size: Size, folder: Path, *, measured: Measured, args: argparse.Name
 
 
 def scale(name: str, folder: Path, *, measured: Measured, args: argparse.Namespace) -> float:
-    """Tokens/s of 2 ranks divided by those of 1 rank, 1 thread each, in the same steps on the same batches."""
+    """Return tokens/s of 2 ranks divided by those of 1 rank, 1 thread each, in the same steps on the same batches."""
     write_corpus(folder / "tokens", vocab_size=SCALED.vocab_size, text=args.text)
     contestants = [Contestant("2 ranks", folder / "two"), Contestant("1 rank", folder / "one")]
     layouts = [STRATEGIES[name] | {"ranks": 2}, {"strategy": "single"}]
@@ -89,7 +89,7 @@ def scale(name: str, folder: Path, *, measured: Measured, args: argparse.Namespa
 
 
 def matmul_scaling(folder: Path, *, precision: str) -> float:
-    """Matrix products of 2 processes at once over those of one alone: the most that any trainer can gain by 2 ranks."""
+    """Return the product rate of 2 concurrent processes divided by that of one: the limit of a gain from 2 ranks."""
     alone, one, other = (
         device.matmul_tflops[precision]
         for ranks in (1, 2)
@@ -156,7 +156,7 @@ def main() -> None:
         rates = [measured.devices[0].matmul_tflops[args.precision]]
         for size in (size for size in SIZES if size.name in args.sizes):
             races[size.name] = compare(size, folder / size.name, measured=measured, args=args)
-        # Twice, and the better: a busy moment lowers a rate, nothing raises it.
+        # Measure twice and take the higher rate: a busy moment lowers a rate, nothing raises it.
         rates.append(measure(folder, threads=args.threads).devices[0].matmul_tflops[args.precision])
         for size in (size for size in SIZES if size.name in races):
             figures[size.name] = report(size, races[size.name], tflops=max(rates))

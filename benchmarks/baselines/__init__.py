@@ -1,1 +1,1 @@
-"""Programs that people train with today, on the same model, batches and precision as Shardline: one a file."""
+"""Programs that Shardline is compared with, one per file; trainers use its model, batches and precision."""

@@ -1,4 +1,4 @@
-"""The same loop with Hugging Face Accelerate, as its quick tour shows it.
+"""The training loop of plain.py with Hugging Face Accelerate, as in the quick tour of Accelerate.
 
 python -m benchmarks.baselines.accelerated RUN_DIR
 """

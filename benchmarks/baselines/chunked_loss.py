@@ -1,7 +1,7 @@
-"""The loss of an output layer as Shardline made it until benchmarks/loss_head.py measured it, its baseline now.
+"""The loss of an output layer as Shardline computed it earlier: the baseline of benchmarks/loss_head.py.
 
-2,048 tokens at a time, whatever their width; 14 passes over fp32 logits, which exist twice; and the whole weight
-gradient read and written for each chunk.
+It takes 2,048 tokens at a time, whatever their width, makes 14 passes over fp32 logits, of which there are two copies,
+and reads and writes the whole weight gradient for each chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from training.data.batch import IGNORED
 
 CHUNK_TOKENS = 2048
-FP16_HEADROOM = 32.0  # a chunk's sum of gradients could pass fp16's 65,504, and comes before any loss scale
+FP16_HEADROOM = 32.0  # a chunk's sum of gradients, before any loss scale, could exceed fp16's 65,504
 
 
 def linear_cross_entropy(
@@ -28,12 +28,12 @@ def linear_cross_entropy(
     first_token_id: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """hidden [tokens, width], weight [vocab, width], targets int64 [tokens] -> fp32 [], summed over targets.
+    """Return the loss summed over targets: hidden [tokens, width], weight [vocab, width], int64 [tokens] -> fp32 [].
 
-    Products are made in `dtype`, the rest in fp32. With a `group` each of its ranks holds the rows of the tokens
-    from `first_token_id` on, and all get the same loss (Shoeybi et al. 2019, section 3).
+    Matrix products are in `dtype`, the rest is in fp32. With a `group` each of its ranks holds the rows of `weight`
+    from `first_token_id` on, and all ranks get the same loss (Shoeybi et al. 2019, section 3).
     """
-    if not torch.is_grad_enabled():  # an autograd function cannot see it
+    if not torch.is_grad_enabled():  # an autograd function cannot see that gradients are off
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, first_token_id, group)
     return loss
@@ -73,13 +73,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if scaled is not None and headroom != 1:
                 scaled *= headroom
         if grad_hidden is not None:
-            grad_hidden += loss - loss  # 0, or NaN: a loss that is not finite must not pass for a good step
+            grad_hidden += loss - loss  # adds 0, or NaN if the loss is not finite, so that the step is seen to be bad
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients in place: a second copy of the gradient of a large vocabulary is gigabytes."""
+        """Scale the gradients in place: a second copy of the gradient of a large vocabulary would take gigabytes."""
         saved: tuple[Tensor | None, ...] = ctx.saved_tensors
         for gradient in saved:
             if gradient is not None:
@@ -95,7 +95,7 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _cross_entropy(
     logits: Tensor, targets: Tensor, first_token_id: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """fp32 [tokens, words] -> summed loss [], and its gradient, written over the logits."""
+    """Return the summed loss [] of fp32 logits [tokens, words], and its gradient, which overwrites the logits."""
     predicted = targets != IGNORED
     exponentials, words, here, picked, total = _softmax_parts(logits, targets, first_token_id, group)
     loss = torch.where(predicted, total.log() - picked, 0.0).sum()
@@ -107,10 +107,10 @@ def _cross_entropy(
 def _softmax_parts(
     logits: Tensor, targets: Tensor, first_token_id: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A softmax over all words, whatever share of them this rank holds.
+    """Return the parts of a softmax over all words, of which this rank may hold a share.
 
-    Returns the exponentials of the logits less the largest, written over the logits; each target's column here, and
-    whether this rank has it; the target's logit; and the sum of exponentials.
+    These are exp(logit - largest logit), which overwrites the logits; each target's column on this rank, and whether
+    this rank has it; the target's logit - largest logit; and the sum of exponentials.
     """
     largest = logits.amax(-1)
     if group is not None:

@@ -1,4 +1,4 @@
-"""Reads the plan that Shardline trains as the baselines' model, their batches and their log."""
+"""Gives baselines the model, the batches and the metrics file of a plan that Shardline trains."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def huggingface_model(plan: RunPlan) -> Any:
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """The sequences one by one, as Trainer and DataLoader want them; `labels` are the next tokens."""
+    """The sequences one by one, as Trainer and DataLoader expect; `labels` are the next tokens."""
 
     def __init__(self, job: Job) -> None:
         self.tokens, self.starts, self.context = job.tokens, job.starts.ravel(), job.plan.config.train.context
@@ -64,7 +64,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
 
 class Rows:
-    """metrics.jsonl as Shardline's metrics rank writes it, with the columns that the benchmarks read."""
+    """Writes metrics.jsonl as Shardline's metrics rank does, with the columns that the benchmarks read."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.file, self.step = job, (job.run_dir / "metrics.jsonl").open("w", buffering=1), 0

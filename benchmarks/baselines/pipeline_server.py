@@ -1,4 +1,4 @@
-"""A server as one writes it on a first evening: a transformers text-generation pipeline behind FastAPI.
+"""The simplest server: a transformers text-generation pipeline behind FastAPI.
 
 python -m benchmarks.baselines.pipeline_server FOLDER PORT
 """
@@ -23,7 +23,7 @@ def main() -> None:
 
     @app.post("/generate")
     def complete(request: Request) -> dict[str, str]:
-        with lock:  # a pipeline is not made for several threads
+        with lock:  # a pipeline is not thread-safe
             made = generate(request.prompt, max_new_tokens=request.max_tokens, do_sample=False, return_full_text=False)
         return {"text": made[0]["generated_text"]}
 

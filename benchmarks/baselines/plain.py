@@ -1,4 +1,4 @@
-"""A newcomer's training loop, after nanoGPT's train.py: eager, one file, nothing clever.
+"""A simple training loop in one file, in eager mode, after nanoGPT's train.py.
 
 python -m benchmarks.baselines.plain RUN_DIR
 """

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching, or CTranslate2 with requests that wait put into one batch, behind FastAPI.
+"""OpenVINO GenAI with continuous batching, or CTranslate2 with waiting requests in one batch, behind FastAPI.
 
 python -m benchmarks.baselines.runtime_server openvino|ctranslate2 FOLDER PORT
 """
@@ -28,7 +28,7 @@ Waiting = queue.SimpleQueue[tuple[Request, Future[str]]]
 
 
 def openvino(folder: Path, waiting: Waiting) -> None:
-    """Each request joins with the next step. Products are in fp32, or of int8 weights; all else is its default."""
+    """Add each request at the next step. Products are in fp32, or of int8 weights; other settings are defaults."""
     import openvino_genai as genai
 
     scheduler = genai.SchedulerConfig()
@@ -52,7 +52,7 @@ def openvino(folder: Path, waiting: Waiting) -> None:
 
 
 def ctranslate2(folder: Path, waiting: Waiting) -> None:
-    """All requests that wait are one batch; the next ones wait until it is done: it has no other way."""
+    """Make one batch of all waiting requests; later ones wait until it is done, as CTranslate2 cannot add them."""
     import ctranslate2
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""One way of making tokens of a folder of JSON lines, timed: Shardline, `datasets.map` or datatrove.
+"""Tokenizes a folder of JSON lines in one way, timed: Shardline, `datasets.map` or datatrove.
 
     python -m benchmarks.baselines.tokenizing WAY CORPUS TOKENIZER OUTPUT WORKERS
 
@@ -23,7 +23,7 @@ Tokens = Callable[[], Iterable[np.ndarray]]  # uint16 tokens, whole documents, e
 
 
 def shardline(corpus: Path, tokenizer: Path, output: Path, workers: int) -> tuple[float, Tokens]:
-    from transformers import AutoTokenizer  # noqa: F401, as the two others have imported it before they begin
+    from transformers import AutoTokenizer  # noqa: F401, imported before the clock starts, as in the other two ways
 
     from tasks.data.corpus import prepare_corpus
     from training.config.data import DataConfig
@@ -72,7 +72,7 @@ WAYS = {"shardline": shardline, "datasets": datasets, "datatrove": datatrove}
 
 
 def digest_of(tokens: Iterable[np.ndarray], *, end_id: int) -> tuple[int, str]:
-    """Number of tokens, and a digest of the documents in any order."""
+    """Return the number of tokens, and a digest of the documents that does not depend on their order."""
     number = total = 0
     for part in tokens:
         number += len(part)

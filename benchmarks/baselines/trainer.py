@@ -1,4 +1,4 @@
-"""Hugging Face Trainer with its defaults, but for what makes the run the same: batch, order, schedule, clipping.
+"""Hugging Face Trainer with its defaults, except for what runs must share: batch, order, schedule, clipping.
 
 python -m benchmarks.baselines.trainer RUN_DIR
 """
@@ -27,7 +27,7 @@ class Log(TrainerCallback):
         return self.latest
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step > self.rows.step:  # it logs once more at the end
+        if state.global_step > self.rows.step:  # Trainer logs once more at the end
             self.rows.write(state.global_step, float(self.latest))
 
 

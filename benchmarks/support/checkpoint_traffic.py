@@ -1,8 +1,8 @@
-"""A rank program: what this rank receives while a checkpoint is staged, as the kernel counts it on its connections.
+"""A rank program that measures, by the kernel's counters, the bytes received while a checkpoint is staged.
 
     torchrun … -m benchmarks.support.checkpoint_traffic FOLDER
 
-Stages each run of FOLDER (NAME/plan.json), one after the other, and writes NAME/traffic-RANK.json.
+Stages a checkpoint of each run in FOLDER (NAME/plan.json), one after the other; writes NAME/traffic-RANK.json.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ BYTES_RECEIVED = slice(128, 136)  # tcpi_bytes_received of struct tcp_info (linu
 
 
 def received_bytes() -> int:
-    """Bytes that arrived so far on this process's TCP connections."""
+    """Return the bytes that this process's TCP connections have received so far."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it was closed meanwhile, or is none of TCP
+        with suppress(OSError):  # closed meanwhile, or not a TCP socket
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED.stop)

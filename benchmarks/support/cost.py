@@ -1,4 +1,4 @@
-"""CPU time and peak memory of a loss's forward and backward pass, in turns with other ways to compute it."""
+"""Measures CPU time and peak memory of a loss's forward and backward pass, for several ways in turns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Cost:
 
 
 def memory_mib(field: str) -> float:
-    """`VmRSS`, what the process holds, or `VmHWM`, the most that it held."""
+    """Return `VmRSS`, the memory of the process in MiB, or `VmHWM`, its peak."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 1024
 
@@ -29,16 +29,16 @@ def measure(loss_of: Callable[[], Tensor], leaves: Iterable[Tensor]) -> Cost:
     """Measure a forward and a backward pass, which gives the leaves new gradients."""
     for leaf in leaves:
         leaf.grad = None
-    ctypes.CDLL(None).malloc_trim(0)  # gives back what is free, so that it counts when it is taken again
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    held, began = memory_mib("VmRSS"), time.process_time()
+    ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system, so that it counts when it is used again
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before_mib, began = memory_mib("VmRSS"), time.process_time()
     loss = loss_of()
     loss.backward()
-    return Cost(time.process_time() - began, memory_mib("VmHWM") - held, loss.item())
+    return Cost(time.process_time() - began, memory_mib("VmHWM") - before_mib, loss.item())
 
 
 def medians(turns: Mapping[str, Callable[[], Cost]], rounds: int) -> dict[str, Cost]:
-    """Medians over rounds, in each of which every way has its turn."""
+    """Return the median cost of each way over rounds; in each round every way has one turn."""
     found: dict[str, list[Cost]] = {way: [] for way in turns}
     for _ in range(rounds):
         for way, turn in turns.items():

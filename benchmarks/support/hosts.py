@@ -1,4 +1,4 @@
-"""Docker hosts made of this machine, for benchmarks of what happens between hosts."""
+"""Docker hosts on this machine, for benchmarks that need several hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.rig.rig import Rig, why_no_rig
 def docker_hosts() -> Iterator[Rig]:
     """Start the hosts, and remove them after the block. Without root or Docker, exit with code 2 and the reason."""
     if reason := why_no_rig():
-        print(f"there can be no Docker hosts to measure on: {reason}", file=sys.stderr)
+        print(f"cannot start Docker hosts to measure on: {reason}", file=sys.stderr)
         sys.exit(2)
     logging.getLogger().setLevel(logging.ERROR)
     rig = Rig()

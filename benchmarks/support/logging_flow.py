@@ -1,6 +1,6 @@
-"""A flow that looks like training to Prefect and MLflow: a run in both, rows of metrics, progress; but no model.
+"""A flow that looks like training to Prefect and MLflow: a run in both, metric rows and progress, but no model.
 
-`benchmarks.operations` deploys it, and has ten of them at once.
+`benchmarks.operations` deploys it and runs ten of them at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A rank program: steps with and without copies in the memory of hosts, in turn; each rank is a host of its own.
+"""A rank program that times steps with and without in-memory checkpoints, alternately; each rank is its own host.
 
     torchrun … -m benchmarks.support.memory_copies RUN/plan.json [ROUNDS]
 
-With ROUNDS, seconds of `checkpoint.memory_every_steps` steps that begin with a copy, and of as many that do not, go to
-RUN/rounds.json; the first round of each is left out. Without, it trains like training.train.
+With ROUNDS, it writes to RUN/rounds.json the seconds of `checkpoint.memory_every_steps` steps that begin with a copy,
+and of as many steps that do not; the first round is left out. Without ROUNDS, it trains like training.train.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(plan_path: Path, rounds: int) -> None:
 
 
 def time_round(state: TrainingState, saver: MemorySaver, number: int) -> dict[str, float]:
-    """Steps with a copy, then steps without one, or the other way round every second time."""
+    """Time steps with a copy, then steps without one; in every second round in the other order."""
     steps, seconds = state.plan.config.checkpoint.memory_every_steps, {}
     for place, kind in enumerate(("with", "without") if number % 2 == 0 else ("without", "with")):
         first = (2 * number + place) * steps

@@ -1,8 +1,8 @@
-"""One training's worth of metric rows, written one way: what each write costs the loop that makes it, and memory.
+"""Writes metric rows as training does, in one way; measures how long each write stalls the loop, and memory use.
 
     python -m benchmarks.support.metric_writers WAY FOLDER --run MLFLOW_RUN --rows 1000 --rows-per-s 50
 
-WAY: `shardline` (training/tracking/metrics_log.py; what it has not sent at the end is left to the flow), `mlflow`
+WAY: `shardline` (training/tracking/metrics_log.py; rows that are unsent at the end are left to the flow), `mlflow`
 (`mlflow.log_metrics`, the default) or `mlflow-async` (the same with `synchronous=False`, flushed at the end). The store
 is MLFLOW_TRACKING_URI. A row has the 13 metrics of a Shardline row. A row whose call raises is counted, and the loop
 goes on. Leaves FOLDER/WAY.started after a tenth of the rows, FOLDER/WAY.json, and FOLDER/WAY.npy: the milliseconds of

@@ -1,4 +1,4 @@
-"""A Hugging Face Llama for OpenVINO GenAI and CTranslate2, in fp32 or with int8 weights, for benchmarks/serving.py."""
+"""Converts a Hugging Face Llama for OpenVINO GenAI and CTranslate2, in fp32 or int8, for benchmarks/serving.py."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ FP32, INT8 = "fp32", "int8"
 
 
 def write_ctranslate2(export: Path, folder: Path, *, precision: str) -> None:
-    """Convert an export for CTranslate2 by its own converter; int8 has one scale for each row of a matrix."""
+    """Convert an export with CTranslate2's own converter; int8 has one scale for each row of a matrix."""
     from ctranslate2.converters import TransformersConverter
 
     TransformersConverter(str(export)).convert(str(folder), quantization="int8" if precision == INT8 else None)
 
 
 def write_openvino(model: Any, tokenizer: Any, folders: Mapping[str, Path]) -> None:
-    """The model with its cache as a state, as Optimum makes it; int8 weights have one scale a row, as NNCF's have.
+    """Write the model with its cache as a state, as Optimum does; int8 weights have one scale per row, as in NNCF.
 
-    `folders`: by precision.
+    `folders`: the target of each precision.
     """
     import openvino
     from openvino_tokenizers import convert_tokenizer
@@ -77,13 +77,13 @@ def _decoder(model: Any) -> Any:
     for state in (node for node in converted.get_ops() if node.get_type_name() == "ReadValue"):
         sizes = [dim.min_length for dim in state.get_output_partial_shape(0)][1:]  # of the past: 0
         shape = ops.concat([rows, ops.constant(np.array(sizes))], axis=0)
-        state.set_arguments([ops.broadcast(ops.constant(np.float32(0)), shape)])  # attention is found by it
+        state.set_arguments([ops.broadcast(ops.constant(np.float32(0)), shape)])  # by which OpenVINO finds attention
     converted.validate_nodes_and_infer_types()
     return converted
 
 
 def _compress(model: Any) -> None:
-    """Constants that are multiplied by or looked up in: int8, Convert, Multiply."""
+    """Replace weight matrices (of MatMul and Gather) by int8 constants, a Convert and a Multiply by the scales."""
     from openvino import opset13 as ops
 
     made: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Published measurements of training runs, each with its source: what planner_vs_published.py is compared with.
+"""Published measurements of training runs, with sources; planner_vs_published.py compares its predictions with them.
 
 Read from the sources below; nothing here was measured by us. `rate`: TFLOP/s a GPU as the source counts them, tokens/s
 a GPU, or seconds a step; `GiB`: the largest peak of any GPU.
@@ -88,10 +88,10 @@ mpt-70b      80   8192  64  64  32768  50368 2 tied
 
 # source, model, context, machines, GPUs, strategy, tp, pp, stages a rank, micro-batch, global batch, recomputation,
 # program (planner_vs_published.py), rate and its unit, GiB (-: not reported). *: an efficiency was fitted to this row.
-# b: blind; these rows were added after all fits, and nothing was changed for them but the shares of H100N and B200L,
-# which were fitted to one of their rows each. Tables are whole but for what a row cannot say: other GPUs than
-# gpu_catalog.py's (GB200 and GB300, whose NVLink joins 72 GPUs), context parallelism, NVFP4, Paxml's unnamed groups,
-# and PAI's rates, since it does not say how its GPUs are joined. SHARD_GRAD_OP is zero2.
+# b: blind; these rows were added after all fits, and nothing was changed for them except the shares of H100N and B200L,
+# which were fitted to one of their rows each. Tables are complete except for what a row cannot express: GPUs that are
+# not in gpu_catalog.py, context parallelism, NVFP4, Paxml's unnamed groups, and PAI's rates, since it does not say how
+# its GPUs are joined. SHARD_GRAD_OP is zero2.
 ROWS = """
 N1  gpt-1.7b    2048 A100   32  ddp  1  1 1 16  512 full      megatron21  137 TF    -    *
 N1  gpt-3.6b    2048 A100   64  ddp  2  1 1 16  512 full      megatron21  138 TF    -

@@ -1,7 +1,7 @@
 """Runs training programs in turns: each contestant is a process of its own, and only one of them runs at a time.
 
-A turn lets a contestant go on where it was stopped (SIGSTOP), so that many short turns cost no start-up, and whatever
-else the machine does falls on all alike.
+A turn continues a contestant where it was stopped (SIGSTOP), so that many short turns cost no start-up, and other load
+on the machine affects all contestants alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import psutil
 from training.records.plan import RunPlan
 
 POLL_S = 0.05
-DEADLINE_S = 900  # for the first rows, compilation included, and for every turn
+DEADLINE_S = 900  # seconds for the first rows, compilation included, and for every turn
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Contestant:
     run_dir: Path
     program: str = "training.train"
     turns: list[list[float]] = field(default_factory=list)  # tokens/s of each row, by turn
-    rows: list[dict[str, Any]] = field(default_factory=list)  # of the metrics, up to `offset` bytes
+    rows: list[dict[str, Any]] = field(default_factory=list)  # rows of the metrics file, read up to byte `offset`
     offset: int = 0
     process: subprocess.Popen[bytes] | None = None
 
@@ -56,7 +56,7 @@ class Contestant:
         ranks, threads = self.plan.world_size, self.plan.threads_per_rank
         target = self.run_dir if self.program.startswith("benchmarks.") else self.run_dir / "plan.json"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        # The same surroundings for all: threads, and how long they spin while they wait (docs/benchmarks.md).
+        # The same environment for all: threads, and how long they spin while they wait (docs/benchmarks.md).
         env = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
         self.metrics.unlink(missing_ok=True)
         self.rows, self.offset = [], 0
@@ -80,7 +80,7 @@ class Contestant:
                     self.rows.append(json.loads(line))
 
     def go(self, num_rows: int) -> list[float]:
-        """Run until `num_rows` whole rows more were measured, then stop the process; return their tokens/s."""
+        """Run until `num_rows` more complete rows were measured, then stop the process; return their tokens/s."""
         began, fresh = time.time(), list[dict[str, Any]]()
         self.signal(signal.SIGCONT)
         while len(fresh) < num_rows:
@@ -118,7 +118,7 @@ class Contestant:
 
 def race(contestants: Sequence[Contestant], *, turns: int, rows: int, warmup_rows: int) -> None:
     """Give each contestant `turns` turns of `rows` rows, after a warm-up; stopped ones stay in memory until the end."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # else the contestants would stay, stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # else stopped contestants would stay behind
     try:
         for _ in range(turns):
             for contestant in contestants:

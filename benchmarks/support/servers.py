@@ -1,4 +1,4 @@
-"""The servers of `shardline up` that benchmarks/operations.py measures: submits flows, counts what MLflow recorded."""
+"""Runs the servers of `shardline up` for benchmarks/operations.py, submits flows and counts the rows in MLflow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUSY_TRIES = 10
 
 
 class Servers(LocalServers):
-    """Local servers that run inside a `with` block, in a folder that is empty before."""
+    """Local servers that run inside a `with` block, in an empty folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(UserFolder(folder))
@@ -53,7 +53,7 @@ class Servers(LocalServers):
         return super().prefect(path, body)
 
     def deploy(self, flow: str, *, name: str, entrypoint: str) -> None:
-        """Deploy a flow into a queue without a limit of flows at once."""
+        """Deploy a flow into a queue without a concurrency limit."""
         here = {"prefect.deployments.steps.set_working_directory": {"directory": str(REPO)}}
         flow_id = self.prefect("/flows/", {"name": flow})["id"]
         pool = {"work_pool_name": POOL, "work_queue_name": "default"}

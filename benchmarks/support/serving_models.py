@@ -1,4 +1,4 @@
-"""The models of benchmarks/serving.py in every form that its contestants take: one set of weights, one tokenizer."""
+"""Writes the models of benchmarks/serving.py in the form that each server needs: same weights, same tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 CONTEXT, END = 256, "<|endoftext|>"
 SMALL, LARGE = "4M", "94M"
-SIZES = {  # the quickstart's; GPT-2's smallest with 8,192 words
+SIZES = {  # as the quickstart's; as the smallest GPT-2, but 8,192 words
     SMALL: {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
     | {"num_attention_heads": 8, "num_key_value_heads": 4},
     LARGE: {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
@@ -37,7 +37,7 @@ def missing_runtimes() -> dict[str, str]:
 def write_models(folder: Path, *, with_mlflow: bool) -> None:
     """Write FOLDER/SIZE with registry.db (two versions of one export), and the export for the other runtimes.
 
-    FOLDER/4M has quality.json, the price of int8 weights, and if `with_mlflow` `transformers` and `pyfunc` for MLflow.
+    FOLDER/4M also has quality.json (perplexity in fp32 and int8) and, if `with_mlflow`, `transformers` and `pyfunc`.
     """
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -73,13 +73,13 @@ def _write_other_runtimes(folder: Path, export: Path, model: Any, tokenizer: Any
         try:
             if name not in missing:
                 write()
-        except Exception as error:  # another version of it, say: the others are compared
+        except Exception as error:  # such as an unsupported version; the others are still compared
             missing[name] = f"it cannot convert the model: {type(error).__name__}: {error}"[:500]
     (folder / "missing.json").write_text(json.dumps(missing))
 
 
 def _write_quality(path: Path, export: Path, tokenizer: Any) -> None:
-    """Perplexity on text that the model was not trained on, by the graphs that the server steps."""
+    """Write the perplexity, by the graphs that the server runs, on text that the model was not trained on."""
     import numpy as np
 
     from training.exports.onnx_graphs import graph_file
@@ -100,14 +100,14 @@ def _write_quality(path: Path, export: Path, tokenizer: Any) -> None:
 
 
 def _texts(*, held_out: bool) -> str:
-    """Python's standard library, of which every tenth module is held out."""
+    """Return the source of Python's standard library: every tenth module if `held_out`, else the other modules."""
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     chosen = [path for number, path in enumerate(paths) if (number % 10 == 0) == held_out]
     return "\n".join(path.read_text(errors="replace") for path in chosen)
 
 
 def _train(model: Any, tokenizer: Any) -> None:
-    """A few steps, so that words are not equally likely: rounding costs nothing where nothing was learned."""
+    """Train for a few steps, because int8 rounding costs nothing in a model that has learned nothing."""
     import torch
 
     ids = torch.tensor(tokenizer(_texts(held_out=False)[:2_000_000])["input_ids"])
@@ -139,7 +139,7 @@ def _write_export(folder: Path, size: str) -> tuple[Any, Any]:
     if size == SMALL:
         _train(model, tokenizer)
     with torch.no_grad():
-        model.lm_head.weight[0] = 0  # never the likeliest: all contestants make all tokens that are asked for
+        model.lm_head.weight[0] = 0  # the end token is never the likeliest, so that all servers make all tokens
     model.save_pretrained(folder)
     if problems := save_graphs(model, folder, causal=True) | save_quantized(folder, "int8"):
         raise RuntimeError(f"no graph to decode with: {problems}")
@@ -178,7 +178,7 @@ def _write_mlflow(folder: Path, export: Path, model: Any, tokenizer: Any) -> Non
 
     from tasks.registry.logged_model import GENERATOR, PYFUNC_MODEL
 
-    def requirements(*names: str) -> list[str]:  # written out: found out by MLflow they cost half a minute
+    def requirements(*names: str) -> list[str]:  # given, because MLflow takes half a minute to find them
         return [f"{name}=={importlib.metadata.version(name)}" for name in names]
 
     mlflow.transformers.save_model(

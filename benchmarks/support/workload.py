@@ -42,8 +42,8 @@ class Size:
 def write_corpus(folder: Path, *, vocab_size: int, text: Path | None = None) -> TokenShards:
     """Write token shards of a text file, or of this Python's standard library: one shard for each split.
 
-    Its `vocab_size` - 1 commonest characters are a token each, all others share one; a vocabulary of thousands takes
-    stretches of four characters, hashed.
+    The `vocab_size` - 1 commonest characters are one token each, and all others share one. If `vocab_size` is above
+    256, a token is a hash of four characters.
     """
     characters = (text.read_text() if text else _standard_library())[:CORPUS_CHARACTERS]
     codes = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
@@ -123,7 +123,7 @@ def write_plan(
 ) -> RunPlan:
     """Write RUN_DIR/plan.json. The learning rate is constant, because every contestant can do that in the same way.
 
-    `compiled`: with torch.compile, unless it is zero3, which cannot have it.
+    `compiled`: use torch.compile, except for zero3, which does not support it.
 
     Raises ValueError if `size` does not fit, or the strategy cannot run it.
     """

@@ -1,1 +1,1 @@
-"""Text from a model: the engines and how one is chosen."""
+"""The engines that generate text from a model, and the choice between them."""

@@ -1,4 +1,4 @@
-"""The interface of whatever makes text from an exported model: the server, `generate` and evaluation use only this."""
+"""The interface that every text engine implements; the server, `generate` and evaluation use only this interface."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ from tasks.inference.onnx_generator import TextStream, TokenLogprob
 
 
 class EngineDied(RuntimeError):
-    """The processes behind an engine have ended, or it was closed: the request itself is not at fault."""
+    """The engine's processes have ended, or the engine was closed: the request itself is not at fault."""
 
 
 class Engine(Protocol):
-    """An open model. Its methods may be called from several threads at a time.
+    """A loaded model. Its methods may be called from several threads at the same time.
 
-    `sampling` are the fields of tasks.inference.onnx_generator.Sampling; equal ones give equal text.
+    `sampling`: the fields of tasks.inference.onnx_generator.Sampling; equal values give equal text.
     """
 
-    context: int  # tokens that the model sees at most
+    context: int  # maximum number of tokens that the model sees
     concurrent: int  # requests that are decoded at the same time
     tokenizer: Tokenizer
-    end_id: int  # the token between documents
+    end_id: int  # the token that ends a document
 
     @property
     def ready(self) -> bool:
-        """Whether requests can be made now; if not, they raise EngineDied."""
+        """Return whether requests can be made now; otherwise they raise EngineDied."""
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Waits while the engine restarts; returns whether it is ready then."""
+        """Wait while the engine restarts, at most `timeout_s`; return whether it is ready then."""
 
     def stream(self, prompt: str | Sequence[int], **sampling: Any) -> TextStream:
-        """The continuation of a text or of token IDs, in pieces as they come.
+        """Return a stream with the continuation of a text or of token IDs, in pieces as they are generated.
 
-        Raises ValueError at the call for a wrong argument, and for one that this engine cannot serve.
+        Raises ValueError in this call, not during reading, for an argument that is wrong or that this engine refuses.
         """
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> str:
-        """The continuation of `prompt` in one piece."""
+        """Return the continuation of `prompt` in one piece."""
 
     def score(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
-        """Log-probability of each of `ids` behind those before it, with the `top` likeliest tokens in its place.
+        """Return each ID's log-probability after the IDs before it, and the `top` likeliest tokens at its place.
 
-        Raises ValueError for more than `context` + 1 tokens, and where the engine has no log-probabilities.
+        Raises ValueError for more than `context` + 1 tokens (vLLM: `context` - 1), and if the engine gives no
+        log-probabilities.
         """
 
     def close(self) -> None:
-        """Ends the engine's processes and frees its memory; running requests end."""
+        """End the engine's processes and free its memory; running requests end."""

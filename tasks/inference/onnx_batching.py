@@ -1,8 +1,8 @@
 """Continuous batching with ONNX Runtime: one step of the model gives the next token of every running text.
 
-Texts have a row each of one cache, which stays where it is: a step copies nothing and pads nothing. New texts join
+Each text has a row of one shared cache, which stays in place: a step copies nothing and pads nothing. New texts join
 between two steps: their prompts are read in chunks of at most CHUNK_TOKENS, so that running texts wait for one chunk
-only. A prompt that begins like a text in the cache, running or ended, takes over the keys and values of that beginning.
+only. If a prompt begins like a running or ended text in the cache, it reuses the keys and values of that common prefix.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tasks.inference.onnx_generator import (
 
 logger = logging.getLogger(__name__)
 
-SHARED_TOKENS = 16  # fewer equal first tokens are read again: copying them would take as long
+SHARED_TOKENS = 16  # a shorter common prefix is read again, because copying it would take as long
 
 
 class Row(Iterator[int]):
-    """One text: the engine's thread appends its tokens, another one takes them."""
+    """The token IDs of one text: the engine's thread appends them, and another thread reads them."""
 
     def __init__(self, prompt_ids: list[int], chooser: TokenChooser) -> None:
         self.seen, self.chooser, self.sampling = prompt_ids, chooser, chooser.sampling
@@ -48,7 +48,7 @@ class Row(Iterator[int]):
 
     def __next__(self) -> int:
         while True:
-            ended = self._ended  # before the look at the IDs: none come after the end
+            ended = self._ended  # read before the IDs, because no ID is appended after the end
             if self.cancelled:
                 raise StopIteration
             if self._taken < len(self._ids):
@@ -61,7 +61,7 @@ class Row(Iterator[int]):
             self._wake_ups.get()
 
     def choose(self, logits: np.ndarray, *, end_id: int, context: int) -> bool:
-        """Append the next token; returns whether another one is wanted."""
+        """Choose and append the next token; return whether the text needs another one."""
         token = self.chooser.choose(logits)
         if token == end_id and self.sampling.stop_at_end:
             return False
@@ -74,7 +74,7 @@ class Row(Iterator[int]):
         return len(self._ids) < self.sampling.new_tokens
 
     def close(self) -> None:
-        """Cancels the text; may be called from any thread."""
+        """Cancel the text; may be called from any thread."""
         self.cancelled = True
         self._wake_ups.put(None)
 
@@ -94,10 +94,10 @@ class BatchedStream(TextStream):
 
 
 class BatchedGenerator(TextGenerator):
-    """TextGenerator for up to `rows` texts at a time, stepped by a thread of its own until `close`.
+    """A TextGenerator that decodes up to `rows` texts at a time, in a thread of its own, until `close`.
 
-    A text alone is what TextGenerator makes. Beside others its logits may differ in the last bits, as sums of another
-    shape are rounded in another order.
+    A text that runs alone equals TextGenerator's. Beside others its logits may differ in the last bits, because sums
+    of another shape are rounded in another order.
     """
 
     def __init__(self, export_dir: Path | str, *, rows: int, chunk_tokens: int = CHUNK_TOKENS, **session: Any) -> None:
@@ -106,8 +106,8 @@ class BatchedGenerator(TextGenerator):
         self._new: collections.deque[Row] = collections.deque()
         self._wake, self._closed = threading.Condition(), False
         self._cache = open_cache(self.session, rows=rows, context=self.context)
-        self._rows: list[Row] = []  # by their row of the cache; of the last one a part of the prompt may be unread
-        self._left: dict[int, list[int]] = {}  # tokens of texts that are gone, in the rows behind those
+        self._rows: list[Row] = []  # by row of the cache; only the last text may have an unread part of its prompt
+        self._left: dict[int, list[int]] = {}  # by row of the cache, after `_rows`: cached tokens of ended texts
         self._thread = threading.Thread(target=self._run, name="onnx steps", daemon=True)
         self._thread.start()
 
@@ -135,13 +135,13 @@ class BatchedGenerator(TextGenerator):
             try:
                 self._prefill()
                 self._step_running()
-            except Exception as error:  # such as MemoryError: these texts fail, the server goes on
-                logger.exception("a decoding step failed: its texts end with this error")
+            except Exception as error:  # such as MemoryError: these texts fail, but the server continues
+                logger.exception("a decoding step failed: all running and waiting texts end with this error")
                 self._end_all(f"{type(error).__name__}: {error}")
         self._end_all("this model was closed")
 
     def _wait(self) -> bool:
-        """Waits until there is something to do; returns False after `close`."""
+        """Wait until there is a text to decode; return False after `close`."""
         with self._wake:
             while not (self._closed or self._new or self._rows):
                 self._wake.wait()
@@ -156,7 +156,7 @@ class BatchedGenerator(TextGenerator):
             row.end(error)
 
     def _prefill(self) -> None:
-        """Reads prompts, the oldest first, up to one chunk of tokens."""
+        """Read prompts, the oldest first, up to one chunk of tokens in total."""
         left = self.chunk_tokens
         while left and (row := self._unread() or self._admit()):
             chunk = row.seen[row.cached : row.cached + left]
@@ -167,12 +167,12 @@ class BatchedGenerator(TextGenerator):
                 self._take_tokens([len(self._rows) - 1], logits[-1:])
 
     def _unread(self) -> Row | None:
-        """The text that is partly in the cache; the next token of the others is the only one that is not."""
+        """Return the text whose prompt is partly read; of other texts only the newest token is uncached."""
         last = self._rows[-1] if self._rows else None
         return last if last and last.cached < len(last.seen) - 1 else None
 
     def _admit(self) -> Row | None:
-        """The next text, in a row of the cache, if there is one and a row is free."""
+        """Move the next waiting text to a free row of the cache and return it; None if there is no such text or row."""
         with self._wake:
             if not self._new or len(self._rows) == self.concurrent:
                 return None
@@ -184,9 +184,9 @@ class BatchedGenerator(TextGenerator):
         return row
 
     def _share(self, row: Row, target: int) -> None:
-        """Takes over the keys and values of the longest text in the cache that begins like this one."""
-        held = {index: other.seen[: other.cached] for index, other in enumerate(self._rows)} | self._left
-        shared = {index: _equal_tokens(ids, row.seen[:-1]) for index, ids in held.items()}
+        """Reuse the keys and values of the text in the cache that has the longest common prefix with this one."""
+        cached_ids = {index: other.seen[: other.cached] for index, other in enumerate(self._rows)} | self._left
+        shared = {index: _equal_tokens(ids, row.seen[:-1]) for index, ids in cached_ids.items()}
         source = max(shared, key=lambda index: (shared[index], index == target), default=target)
         if shared.get(source, 0) >= SHARED_TOKENS:
             if source != target:
@@ -202,7 +202,7 @@ class BatchedGenerator(TextGenerator):
             self._take_tokens(list(range(len(running))), logits)
 
     def _take_tokens(self, indices: list[int], logits: np.ndarray) -> None:
-        """Gives these rows their token; finished texts leave, and those whose context is full are queued again."""
+        """Give these rows their next token; finished texts leave, and texts whose context is full are queued again."""
         leaving, full = [], []
         for index, of_row in zip(indices, logits, strict=True):
             row = self._rows[index]
@@ -219,7 +219,7 @@ class BatchedGenerator(TextGenerator):
             self._leave(index)
 
     def _leave(self, index: int) -> None:
-        """Frees a row: the last running text moves there, and one that is being read comes after it as before."""
+        """Free a row: the last running text moves into it, and a text whose prompt is partly read stays the last."""
         moving = [len(self._rows) - 2] if self._unread() and index < len(self._rows) - 2 else []
         for source in [*moving, len(self._rows) - 1]:
             row = self._rows[source]
@@ -232,5 +232,5 @@ class BatchedGenerator(TextGenerator):
 
 
 def _equal_tokens(ids: list[int], others: list[int]) -> int:
-    """Return the number of first tokens that are equal."""
+    """Return the length of the common prefix."""
     return next((n for n, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))

@@ -1,6 +1,6 @@
-"""Text from an exported model with ONNX Runtime: imports no torch and no other file of Shardline, so it runs anywhere.
+"""Generates text from an exported model with ONNX Runtime; imports neither torch nor any other file of Shardline.
 
-It travels inside each registered model version, and `shardline generate`, the server and the pyfunc all use it.
+Each registered model version contains a copy of this file; `shardline generate`, the server and the pyfunc all use it.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ import onnxruntime
 from tokenizers import Tokenizer
 
 # New text is decoded together with this many tokens before it: some decoders (SentencePiece's) drop the
-# space before the first token they see, and byte-level ones need the start of a character of several tokens.
+# space before the first token they see, and byte-level ones need all tokens of a character that spans several.
 ANCHOR_TOKENS = 8
-MAX_WINDOW = 32  # tokens that are decoded for each new one
+MAX_WINDOW = 32  # maximum number of tokens that are decoded again for each new one
 INCOMPLETE = "\ufffd"
 PAST = "past_key_values."
 NUMPY = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-CHUNK_TOKENS = 128  # of a prompt that are read at once
-SCORED_TOKENS = 256  # of a prompt, whose logits are held at the same time: 32 MiB with 32,768 words
+CHUNK_TOKENS = 128  # of a prompt that the model reads in one call
+SCORED_TOKENS = 256  # whose logits are in memory at the same time: 32 MiB with a vocabulary of 32,768
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters, and when a text ends. Raises ValueError for numbers out of bounds."""
+    """Sampling parameters, and the conditions that end a text. Raises ValueError for values out of range."""
 
-    new_tokens: int = 64  # at most
+    new_tokens: int = 64  # maximum number of new tokens
     temperature: float = 0.8  # 0: always the likeliest token
-    top_k: int = 50  # from the k likeliest; 0: from all
-    top_p: float = 1.0  # from the likeliest that have this probability together
+    top_k: int = 50  # sample from the k likeliest tokens; 0: from all
+    top_p: float = 1.0  # sample from the likeliest tokens whose probabilities add up to this
     seed: int = 1337
-    stop_at_end: bool = True  # at the token that ends documents
-    stop: tuple[str, ...] = ()  # before the first of these texts
-    presence_penalty: float = 0.0  # subtracted from the logits of all tokens that the new text has
-    frequency_penalty: float = 0.0  # subtracted as many times as the new text has the token
+    stop_at_end: bool = True  # end the text at the token that ends a document
+    stop: tuple[str, ...] = ()  # end the text before the first of these texts
+    presence_penalty: float = 0.0  # subtracted from the logit of each token that is in the new text
+    frequency_penalty: float = 0.0  # subtracted once for each time that the token is in the new text
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
-    logprobs: int | None = None  # report each token's log-probability, and those of so many of the likeliest
+    logprobs: int | None = None  # report each token's log-probability, and those of this many likeliest tokens
     grammar: Mapping[str, Any] = field(default_factory=dict)  # {"json": SCHEMA} or {"regex": PATTERN} of the new text
 
     def __post_init__(self) -> None:
-        if min(self.new_tokens, self.top_k, self.seed) < 0 or not 0 <= self.temperature < math.inf:  # nor may it be NaN
+        if min(self.new_tokens, self.top_k, self.seed) < 0 or not 0 <= self.temperature < math.inf:  # also refuses NaN
             raise ValueError(
                 f"new_tokens = {self.new_tokens}, temperature = {self.temperature:g}, top_k = {self.top_k}, "
                 f"seed = {self.seed}: none may be below 0 or infinite"
@@ -60,22 +60,22 @@ class Sampling:
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens depend on temperature, top_k, top_p and the seed alone, and only they are wanted."""
+        """Return whether tokens depend only on temperature, top_k, top_p and seed, without log-probabilities."""
         adjusted = self.presence_penalty or self.frequency_penalty or self.logit_bias or self.grammar
         return self.logprobs is None and not adjusted
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability by the model itself: without temperature, penalties, bias and grammar."""
+    """A token's log-probability by the model alone: before temperature, penalties, bias and grammar."""
 
     token: int
-    logprob: float | None  # None: nothing comes before it
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, in falling order
+    logprob: float | None  # None: no token precedes it
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and their log-probabilities, highest first
 
 
 class TokenChooser:
-    """Chooses one text's tokens. What `sampling` does not ask for costs one look at a flag."""
+    """Chooses the tokens of one text. If `sampling` is plain, all other settings cost the check of one flag."""
 
     def __init__(self, sampling: Sampling, matcher: Any = None) -> None:
         self.sampling, self.random = sampling, np.random.default_rng(sampling.seed)
@@ -84,7 +84,7 @@ class TokenChooser:
         self._counts: Counter[int] = Counter()
 
     def choose(self, logits: np.ndarray) -> int:
-        """The next token, from fp32 [vocab]."""
+        """Return the next token, chosen from fp32 logits [vocab]."""
         if self._is_plain:
             return choose_token(logits, self.sampling, random=self.random)
         token = choose_token(self._adjusted(logits), self.sampling, random=self.random)
@@ -125,14 +125,14 @@ def _with_likeliest(logprobs: np.ndarray, token: int, *, top: int) -> TokenLogpr
 
 
 class Detokenizer:
-    """The text of tokens that come one by one behind others, in whole characters."""
+    """Decodes tokens that arrive one by one, after the tokens `before`, into whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self._tokenizer, self._window = tokenizer, list(before[-ANCHOR_TOKENS:])
         self._shown = len(self._decode())
 
     def push(self, token: int) -> str:
-        """Text that later tokens cannot change: bytes that may be the start of a character wait for the rest."""
+        """Add a token; return the text that later tokens cannot change, so without an incomplete character."""
         self._window.append(token)
         text = self._decode()
         settled = max(self._shown, _settled_length(text))
@@ -155,10 +155,10 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 class TextStream(Iterator[str]):
-    """The text of token IDs as they come, in pieces of whole characters; ends before a stop text.
+    """Iterates over the text of token IDs as they arrive, in pieces of whole characters; ends before a stop text.
 
-    `new_tokens` counts the tokens so far. `finish_reason` is "" until the end, then "length" where all tokens that
-    were wanted came, else "stop".
+    `new_tokens`: the number of tokens so far. `finish_reason`: "" until the end, then "length" if all requested
+    tokens were generated, else "stop".
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], new_ids: Iterator[int], sampling: Sampling) -> None:
@@ -167,7 +167,7 @@ class TextStream(Iterator[str]):
         self._closed = False
         self._tokenizer, self._ids, self._sampling = tokenizer, new_ids, sampling
         self._anchor = prompt_ids[-ANCHOR_TOKENS:]
-        self.logprobs: Sequence[TokenLogprob] = ()  # one a token, if sampling.logprobs; the engine sets it
+        self.logprobs: Sequence[TokenLogprob] = ()  # one per token, if sampling.logprobs is set; the engine fills it
         self._text = self._until_stop(self._pieces()) if sampling.stop else self._pieces()
 
     def __next__(self) -> str:
@@ -178,7 +178,7 @@ class TextStream(Iterator[str]):
             raise
 
     def read(self) -> str:
-        """The whole text at once."""
+        """Return the whole text at once."""
         if self._sampling.stop:
             return "".join(self)
         new_ids = list(self._counted())
@@ -186,9 +186,9 @@ class TextStream(Iterator[str]):
         return self._decode([*self._anchor, *new_ids])[len(self._decode(self._anchor)) :]
 
     def close(self) -> None:
-        """Cancels the text, from any thread; a token that is being computed is not shown."""
+        """Cancel the text; may be called from any thread. A token that is being computed is dropped."""
         self._closed = True
-        with contextlib.suppress(ValueError, AttributeError):  # a generator that is at work now; a plain iterator
+        with contextlib.suppress(ValueError, AttributeError):  # a running generator; an iterator without `close`
             self._ids.close()  # type: ignore[attr-defined]
 
     def _finish(self) -> None:
@@ -210,39 +210,39 @@ class TextStream(Iterator[str]):
             yield rest
 
     def _until_stop(self, pieces: Iterator[str]) -> Iterator[str]:
-        """Holds back text that may be the beginning of a stop text until that is known."""
-        held = ""
+        """Yield the text before the first stop text; hold back an end that may be the beginning of a stop text."""
+        pending = ""
         for piece in pieces:
-            held += piece
-            found = [held.index(stop) for stop in self._sampling.stop if stop in held]
+            pending += piece
+            found = [pending.index(stop) for stop in self._sampling.stop if stop in pending]
             if found:
                 self.finish_reason = "stop"
                 self.close()
-                yield held[: min(found)]
+                yield pending[: min(found)]
                 return
-            kept = max(_overlap(held, stop) for stop in self._sampling.stop)
-            if len(held) > kept:
-                yield held[: len(held) - kept]
-                held = held[len(held) - kept :]
-        if held:
-            yield held
+            kept = max(_overlap(pending, stop) for stop in self._sampling.stop)
+            if len(pending) > kept:
+                yield pending[: len(pending) - kept]
+                pending = pending[len(pending) - kept :]
+        if pending:
+            yield pending
 
     def _decode(self, ids: list[int]) -> str:
         return decode(self._tokenizer, ids)
 
 
 def _settled_length(text: str) -> int:
-    """Characters of `text` before a possibly unfinished one: at most 3 bytes of 4, so at most 3 replacements."""
+    """Return the length of `text` without an incomplete last character, which shows as 3 replacements at most."""
     return max(len(text.rstrip(INCOMPLETE)), len(text) - 3)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def graph_names(precision: str) -> list[str]:
-    """The graphs that continue texts, the faster one first; exports of Shardline 0.1 have the other one only."""
+    """Return the files of the decoding graphs, the faster one first; exports of Shardline 0.1 have only the second."""
     suffix = "" if precision == "fp32" else f"_{precision}"
     return [f"batch{suffix}.onnx", f"decode{suffix}.onnx"]
 
@@ -252,35 +252,35 @@ def has_graph(folder: Path, precision: str, *, in_place: bool = False) -> bool:
 
 
 def open_graph(folder: Path, *, precision: str, threads: int) -> onnxruntime.InferenceSession:
-    """Raises ValueError where the export has no graph that continues texts in this precision."""
+    """Open the fastest decoding graph in this precision. Raises ValueError if the export has none."""
     names = graph_names(precision)
     found = [folder / name for name in names if (folder / name).is_file()]
     if not found:
         skipped = json.loads((folder / "export.json").read_text()).get("skipped", {})
         why = next((skipped[name] for name in (*names, "onnx") if name in skipped), "the export was made without it")
-        cure = "take inference.engine=torch"
+        cure = "set inference.engine=torch"
         if precision != "fp32":
             cure = (
-                "take inference.precision=fp32, or make a new version with "
+                "set inference.precision=fp32, or make a new version with "
                 f"`shardline resume RUN train.steps=MORE export.precisions=[fp32,{precision}]`"
             )
         raise ValueError(f"{folder} has no {names[0]} ({why}): {cure}")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3  # errors; its warnings are about its own graph optimizer
-    # Threads that spin while they wait take 39 instead of 20 ms a token as soon as others use the cores too.
+    options.log_severity_level = 3  # only errors, because its warnings are about its own graph optimizer
+    # With threads that spin while they wait, a token takes 39 ms, not 20, if other processes use the cores too.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return onnxruntime.InferenceSession(str(found[0]), options, providers=["CPUExecutionProvider"])
 
 
 def open_cache(session: onnxruntime.InferenceSession, *, rows: int, context: int) -> InPlaceCache | CopiedCache:
-    """An empty cache for `rows` texts of at most `context` tokens each."""
+    """Return an empty cache for `rows` texts of at most `context` tokens each."""
     in_place = all(tensor.name != "attention_mask" for tensor in session.get_inputs())
     return InPlaceCache(session, rows=rows, context=context) if in_place else CopiedCache(session, rows=rows)
 
 
 def empty_cache(session: onnxruntime.InferenceSession, *, rows: int, tokens: int) -> dict[str, np.ndarray]:
-    """Zeros for the keys and values of each layer, by their names without the prefix."""
+    """Return zeros for the keys and values of each layer, by tensor name without the prefix."""
     return {
         tensor.name.removeprefix(PAST): np.zeros((rows, tensor.shape[1], tokens, tensor.shape[3]), NUMPY[tensor.type])
         for tensor in session.get_inputs()
@@ -289,27 +289,27 @@ def empty_cache(session: onnxruntime.InferenceSession, *, rows: int, tokens: int
 
 
 class InPlaceCache:
-    """Keys and values of several texts, which batch.onnx appends to where they lie. For one thread at a time.
+    """Keys and values of several texts, to which batch.onnx appends in place. For one thread at a time.
 
-    Row by row the buffers have room for a whole context; memory is taken by the system as it is written.
+    Each row of the buffers has room for a whole context; the system allocates memory only as it is written.
     """
 
     def __init__(self, session: onnxruntime.InferenceSession, *, rows: int, context: int) -> None:
         self.session = session
         self.vocab = session.get_outputs()[0].shape[2]
         self.buffers = empty_cache(session, rows=rows, tokens=context)
-        self._steps: dict[int, _Call] = {}  # by number of rows; bound once, as that takes as long as a small step
+        self._steps: dict[int, _Call] = {}  # by number of rows; kept, because binding takes as long as a small step
 
     def read(self, row: int, ids: Sequence[int], start: int) -> np.ndarray:
-        """Reads `ids` behind the first `start` tokens of a row: fp32 logits [tokens, vocab] behind each of them."""
+        """Append `ids` to the first `start` tokens of a row; return the fp32 logits after each ID, [tokens, vocab]."""
         call = _Call(self, slice(row, row + 1), tokens=len(ids))
         found: np.ndarray = call.run([ids], np.arange(start, start + len(ids)))[0]
         return found
 
     def step(self, ids: Sequence[int], starts: Sequence[int]) -> np.ndarray:
-        """Reads one token in each of the first rows, behind `starts` others: fp32 logits [rows, vocab].
+        """Append one token to each of the first rows, which have `starts` tokens; return fp32 logits [rows, vocab].
 
-        The next step with as many rows writes to the same array.
+        The next step with the same number of rows overwrites the returned array.
         """
         rows = len(ids)
         if rows not in self._steps:
@@ -318,13 +318,13 @@ class InPlaceCache:
         return found
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Gives the row `target` the first `tokens` of the row `source`."""
+        """Copy the first `tokens` of the row `source` to the row `target`."""
         for buffer in self.buffers.values():
             buffer[target, :, :tokens] = buffer[source, :, :tokens]
 
 
 class _Call:
-    """Inputs and outputs of one shape, bound to buffers: running it allocates and copies nothing."""
+    """A call of the graph whose inputs and outputs are bound to buffers, so that it allocates and copies nothing."""
 
     def __init__(self, cache: InPlaceCache, rows: slice, *, tokens: int) -> None:
         shape = (rows.stop - rows.start, tokens)
@@ -349,7 +349,7 @@ class _Call:
 
 
 class CopiedCache:
-    """Like InPlaceCache for decode.onnx, which copies the cache at each step: each row is stepped by itself."""
+    """The counterpart of InPlaceCache for decode.onnx, which copies the cache at each step: it steps each row alone."""
 
     def __init__(self, session: onnxruntime.InferenceSession, *, rows: int) -> None:
         self.session = session
@@ -378,10 +378,11 @@ class CopiedCache:
 class TextGenerator:
     """An open export folder: its ONNX session and its tokenizer. Safe to call from several threads.
 
-    `threads`: ONNX Runtime's within an operator; 0: one per core. Raises ValueError for no export, or a masked model's.
+    `threads`: of ONNX Runtime within an operator; 0: one per core. Raises ValueError if the folder holds no export, or
+    the export of a masked model.
     """
 
-    concurrent = 2  # one text takes all cores; the second keeps a short one from waiting for a long one
+    concurrent = 2  # one text uses all cores; with two, a short text need not wait for a long one
     ready = True
 
     def __init__(self, export_dir: Path | str, *, precision: str = "fp32", threads: int = 0) -> None:
@@ -390,24 +391,24 @@ class TextGenerator:
         self.session = open_graph(folder, precision=precision, threads=threads)
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> str:
-        """The continuation of `prompt`, without it. `sampling`: the fields of Sampling; equal ones give equal text.
+        """Return the text after `prompt`. `sampling`: the fields of Sampling; equal values give equal text.
 
-        The model sees a prompt's last `context` tokens; once the context is full it goes on from the last half of it.
+        The model sees the last `context` tokens of a prompt. When the context is full, it continues from its last half.
         """
         return self.stream(prompt, **sampling).read()
 
     def stream(self, prompt: str | Sequence[int], **sampling: Any) -> TextStream:
-        """Like `generate`, in pieces as they come. Raises ValueError at the call, not later."""
+        """Return what `generate` does, as a stream of pieces. Raises ValueError in this call, not during reading."""
         prompt_ids, chooser = self.encode(prompt), self.chooser(Sampling(**sampling))
         stream = TextStream(self.tokenizer, prompt_ids, self._new_ids(prompt_ids, chooser), chooser.sampling)
         stream.logprobs = chooser.logprobs
         return stream
 
     def score(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
-        """Log-probability of each of `ids` behind those before it, with the `top` likeliest tokens in its place."""
+        """Return each ID's log-probability after the IDs before it, and the `top` likeliest tokens at its place."""
         if len(ids) > self.context + 1:
             raise ValueError(
-                f"{len(ids)} tokens cannot be scored: the model sees {self.context}, give one more at most"
+                f"{len(ids)} tokens cannot be scored: the model sees {self.context}, so send {self.context + 1} at most"
             )
         scores = [TokenLogprob(token, None) for token in ids[:1]]
         cache = open_cache(self.session, rows=1, context=self.context)
@@ -422,29 +423,29 @@ class TextGenerator:
         return self.ready
 
     def close(self) -> None:
-        """Does nothing: sessions are freed with their last reference."""
+        """Do nothing: sessions are freed with their last reference."""
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the prompt's token IDs; for an empty prompt the end token, behind which a new document starts."""
+        """Return the prompt's token IDs; for an empty prompt the end token, after which a new document starts."""
         return encode_prompt(self.tokenizer, prompt) or [self.end_id]
 
     def chooser(self, sampling: Sampling) -> TokenChooser:
-        """Raises ValueError for tokens that the vocabulary does not have, and for a grammar that cannot be."""
+        """Return a chooser for one text. Raises ValueError for tokens outside the vocabulary or an invalid grammar."""
         check_tokens(self.tokenizer, sampling.logit_bias)
         return TokenChooser(sampling, self._matcher(sampling.grammar) if sampling.grammar else None)
 
     def _matcher(self, grammar: Mapping[str, Any]) -> Any:
-        """An llguidance.LLMatcher, which knows what may come next."""
+        """Return an llguidance.LLMatcher, which tells which tokens the grammar allows next."""
         tokenizer = self._grammar_tokenizer
         from llguidance import LLMatcher
 
         if "json" in grammar:
-            # Without the option a model may write spaces between two values for ever.
+            # Without this option a model may write endless spaces between two values.
             source = LLMatcher.grammar_from_json_schema(grammar["json"], overrides={"whitespace_flexible": False})
         else:
             source = LLMatcher.grammar_from_regex(grammar["regex"])
         if problem := LLMatcher.validate_grammar(source, tokenizer):
-            raise ValueError(f"text cannot be held to this {next(iter(grammar))}: {problem}")
+            raise ValueError(f"text cannot be constrained by this {next(iter(grammar))}: {problem}")
         return LLMatcher(tokenizer, source)
 
     @functools.cached_property
@@ -470,11 +471,11 @@ class TextGenerator:
             yield token
             read = len(seen)
             seen.append(token)
-            if len(seen) > self.context:  # positions that it was not trained at
+            if len(seen) > self.context:  # the model was not trained on positions beyond its context
                 seen, read = shortened(seen, self.context), 0
 
     def _logits(self, cache: InPlaceCache | CopiedCache, seen: list[int], read: int) -> np.ndarray:
-        """fp32 logits [vocab] behind `seen`, the first `read` tokens of which are in the cache."""
+        """Return fp32 logits [vocab] after the tokens `seen`, of which the first `read` are in the cache."""
         for start in range(read, len(seen), CHUNK_TOKENS):
             chunk = seen[start : start + CHUNK_TOKENS]
             logits = cache.step(chunk, [start]) if len(chunk) == 1 else cache.read(0, chunk, start)
@@ -483,12 +484,12 @@ class TextGenerator:
 
 
 def shortened(ids: list[int], context: int) -> list[int]:
-    """The last half of a full context: the model goes on from there, as each shift by one would recompute all of it."""
+    """Return the last half of a full context, to continue from: a shift by one token would recompute all."""
     return ids[-max(1, context // 2) :]
 
 
 def open_export(folder: Path) -> tuple[int, int, Tokenizer]:
-    """Context in tokens, end token and tokenizer. Raises ValueError where there is no export, or a masked model's."""
+    """Return context in tokens, end token and tokenizer. Raises ValueError for no export or a masked model."""
     if not (folder / "export.json").is_file():
         raise ValueError(
             f"{folder} has no export.json, so it is no exported model: "
@@ -513,13 +514,13 @@ def check_tokens(tokenizer: Tokenizer, ids: Iterable[int]) -> None:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
-    """Token IDs of `prompt`. Raises ValueError naming the characters that a characters tokenizer does not know."""
+    """Return the token IDs of `prompt`. Raises ValueError naming the characters that a character tokenizer lacks."""
     if not isinstance(prompt, str):
         check_tokens(tokenizer, prompt)
         return list(prompt)
     try:
         ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
-    except Exception:  # what `tokenizers` raises; it says neither which text nor which character
+    except Exception:  # from `tokenizers`; its message names neither the text nor the character
         vocabulary = tokenizer.get_vocab()
         unknown = "".join(sorted({character for character in prompt if character not in vocabulary}))
         raise ValueError(
@@ -529,7 +530,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int
 
 
 def choose_token(logits: np.ndarray, sampling: Sampling, *, random: np.random.Generator) -> int:
-    """Pick from fp32 [vocab]: the likeliest at temperature 0, else sampled from what top_k and top_p leave."""
+    """Choose from fp32 logits [vocab]: the likeliest token at temperature 0, else a sample from top_k and top_p."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     candidates = np.arange(len(logits))
@@ -545,7 +546,7 @@ def choose_token(logits: np.ndarray, sampling: Sampling, *, random: np.random.Ge
 
 
 def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
-    """Sets all but the fewest largest weights whose sum reaches `top_p` of all to 0 (Holtzman et al. 2019, 3.1)."""
+    """Keep the fewest largest weights that sum to `top_p` of all; set the others to 0 (Holtzman et al. 2019, 3.1)."""
     order = np.argsort(-weights, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]
     kept = order[before < top_p * weights.sum()]

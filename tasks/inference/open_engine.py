@@ -1,4 +1,4 @@
-"""Opens the engine that makes the text of an export: ONNX Runtime, torch ranks, or vLLM."""
+"""Chooses and opens the engine that generates text from an export: ONNX Runtime, torch ranks, or vLLM."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from training.records.results import QUANTIZED, ExportedModel, LatencyReport
 
 logger = logging.getLogger(__name__)
 
-TORCH_CURE = "install the extra `train` (of infra/serve.Dockerfile: --build-arg EXTRAS=serve,train)"
+TORCH_CURE = "install the extra `train` (for infra/serve.Dockerfile: --build-arg EXTRAS=serve,train)"
 
 
 def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None, *, rows: int = 1) -> Engine:
-    """The engine for an export folder. `rows`: texts that ONNX Runtime makes at the same time; torch has its own.
+    """Return the engine for an export folder. `rows`: maximum number of texts that ONNX Runtime decodes at a time.
 
-    Raises ValueError where it cannot run as `inference` says, RuntimeError where torch's ranks or vLLM do not start.
+    Raises ValueError if no engine can run as `inference` says, RuntimeError if torch's ranks or vLLM do not start.
     """
     inference, folder = inference or InferenceConfig(), Path(export_dir)
     precision, why_precision = choose_precision(folder, inference)
@@ -44,9 +44,9 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
     logger.info("precision: %s (%s)", precision, why_precision)
     if has_graph(folder, precision) and not has_graph(folder, precision, in_place=True):
         logger.warning(
-            "%s has no graph whose cache stays in place (batch.onnx; an older version exported it, or export.json says "
-            "why), so texts are stepped one after another: a new version of the run steps them together (`shardline "
-            "resume RUN train.steps=MORE`)",
+            "%s has no batch.onnx, the graph that decodes several texts together (an older version of Shardline made "
+            "the export, or export.json says why), so texts are decoded one after another, which is slower. To export "
+            "a new model version with batch.onnx: `shardline resume RUN train.steps=MORE`",
             folder,
         )
     if rows == 1:
@@ -55,12 +55,12 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
 
 
 def choose_precision(folder: Path, inference: InferenceConfig) -> tuple[str, str]:
-    """The precision of ONNX Runtime's graph, and why: the fastest of those whose quality the export found good."""
+    """Return the precision of ONNX Runtime's graph, and why: the fastest one whose perplexity passed at export."""
     if inference.precision != "auto":
         return inference.precision, "asked for by inference.precision"
     record, latency = folder / "export.json", folder / "latency.json"
     if not record.is_file():
-        return "fp32", "the export has no record"
+        return "fp32", "the export has no export.json"
     passed = [quality for quality in ExportedModel.read(record).parity.precisions if quality.passed]
     if len(passed) < 2:
         return "fp32", "the export has no other precision whose perplexity passed"
@@ -69,7 +69,7 @@ def choose_precision(folder: Path, inference: InferenceConfig) -> tuple[str, str
     report = LatencyReport.read(latency)
     measured = {quality: ms for quality in passed if (ms := report.served_ms(quality.precision)) is not None}
     if not measured:
-        return "fp32", "the export measured no speed of its precisions"
+        return "fp32", "the export's latency.json has no step time of these precisions"
     fastest = min(measured, key=lambda quality: measured[quality])
     speeds = ", ".join(f"{quality.precision} {ms:.3g} ms" for quality, ms in measured.items())
     price = f", perplexity {100 * fastest.increase:+.2f}%" if fastest.precision != "fp32" else ""
@@ -79,13 +79,13 @@ def choose_precision(folder: Path, inference: InferenceConfig) -> tuple[str, str
 def choose_engine(
     inference: InferenceConfig, *, has_decode_graph: bool, gpus: Sequence[Gpu], has_torch: bool
 ) -> tuple[str, str]:
-    """`onnx`, `torch` or `vllm`, and why. Raises ValueError, with the cure, for what the engine cannot do."""
+    """Return `onnx`, `torch` or `vllm`, and why. Raises ValueError, with the cure, for what the engine cannot do."""
     if inference.engine == "onnx" and inference.parallel != "none":
         raise ValueError(
-            f"inference.parallel = {inference.parallel} needs ranks of torch: set inference.engine=torch or auto"
+            f"inference.parallel = {inference.parallel} needs the torch engine: set inference.engine=torch or auto"
         )
     if inference.engine == "onnx" and inference.precision == "bf16":
-        raise ValueError("inference.precision = bf16: ONNX Runtime has none, take fp32 or inference.engine=torch")
+        raise ValueError("inference.precision = bf16: ONNX Runtime has no bf16, set fp32 or inference.engine=torch")
     other = inference.engine if inference.engine in {"torch", "vllm"} else "torch" * (inference.parallel != "none")
     if other and inference.precision in QUANTIZED:
         raise ValueError(
@@ -94,7 +94,7 @@ def choose_engine(
         )
     name, why = _preferred(inference, has_decode_graph=has_decode_graph, gpus=gpus, has_torch=has_torch)
     if name == "torch" and not has_torch:
-        raise ValueError(f"{why}: that needs torch, which is not installed here: {TORCH_CURE}")
+        raise ValueError(f"the torch engine is needed ({why}), but torch is not installed here: {TORCH_CURE}")
     return name, why
 
 
@@ -114,4 +114,4 @@ def _preferred(
     if not gpus:
         return "onnx", "no GPU is visible here"
     found = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {gpus[0].name}"
-    return ("torch", found) if has_torch else ("onnx", f"{found}, but there is no torch: {TORCH_CURE}")
+    return ("torch", found) if has_torch else ("onnx", f"{found}, but torch is not installed: {TORCH_CURE}")

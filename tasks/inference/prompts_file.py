@@ -1,4 +1,4 @@
-"""Completes a file of prompts, row by row in the same order; an interrupted call is continued by the next one."""
+"""Generates a completion for each prompt of a file, in the same order; the next call continues an interrupted one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SAMPLING = {field.name for field in fields(Sampling)}
 
 
 class GeneratedFile(Record):
-    """OUT.record.json: what OUT was made from; a second call with the same `key` does nothing.
+    """The content of OUT.record.json: what OUT was made from. A second call with the same `key` does nothing.
 
-    `tokens` and `seconds` are of the last call, which may have made only some of the rows.
+    `made`, `tokens` and `seconds` belong to the last call, which may have generated only some of the rows.
     """
 
     key: str
@@ -50,17 +50,17 @@ def generate_file(
     model: str,
     show: Callable[[int, int, float], None] = lambda done, total, tokens_per_s: None,
 ) -> GeneratedFile:
-    """Each line of `prompts` is {"prompt": …} with any fields of Sampling and any others, which go along; a row
-    that fails has an `error` in place of `completion`.
+    """Generate the completions of a file of prompts and write them to `out`, a JSON object per line.
 
-    Finished rows are kept in OUT.part until all are there; OUT appears at once. Raises ValueError for files that
-    cannot be used, EngineDied where the engine died twice.
+    Each line of `prompts` is {"prompt": …} with any fields of Sampling; all other fields are copied to `out`. A row
+    that fails has an `error` instead of a `completion`. Finished rows are kept in OUT.part; OUT is written when all
+    are finished. Raises ValueError for files that cannot be used, EngineDied if the engine died twice.
     """
     content = _read(prompts, out)
     key = hashlib.sha256(json.dumps([content, model, sampling], sort_keys=True).encode()).hexdigest()
     record_path, lines = out.with_name(f"{out.name}.record.json"), content.splitlines()
     if out.exists() and record_path.exists() and (kept := GeneratedFile.read(record_path)).key == key:
-        logger.info("kept %s: it was made by %s from the same prompts", out, model)
+        logger.info("kept %s: %s generated it from the same prompts", out, model)
         return kept.model_copy(update={"made": 0, "tokens": 0, "seconds": 0.0})
     partial = PartialFile(out.with_name(f"{out.name}.part"), key=key)
     left = [number for number in range(len(lines)) if number not in partial.rows]
@@ -92,7 +92,7 @@ def _make_rows(
     partial: PartialFile,
     show: Callable[[int, int, float], None],
 ) -> tuple[int, float]:
-    """Returns the number of new tokens, and the seconds without the engine's start."""
+    """Generate the rows that are left; return the number of new tokens, and the seconds without the engine's start."""
     engine, tokens = open_engine(), 0
     started = time.monotonic()
     try:
@@ -118,7 +118,7 @@ def _read(prompts: Path, out: Path) -> str:
 
 
 class PartialFile:
-    """OUT.part: the finished rows, in any order; emptied if it is from other prompts, settings or another model."""
+    """OUT.part: the finished rows, in any order. The file is emptied if prompts, settings or model have changed."""
 
     def __init__(self, path: Path, *, key: str) -> None:
         self.path, self.rows = path, dict[int, dict[str, Any]]()
@@ -150,7 +150,7 @@ class PartialFile:
 def _rows(
     engine: Engine, lines: list[str], left: list[int], sampling: dict[str, Any]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields rows as they are finished. The longest start first, so that none of them runs alone at the end."""
+    """Yield rows as they finish. The longest are started first, so that none of them runs alone at the end."""
     rows = {number: _parsed(lines[number]) for number in left}
 
     def length(number: int) -> tuple[int, int]:
@@ -170,16 +170,16 @@ def _rows(
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """The line's row, or one with an error."""
+    """Return the line's row, or a row with an `error`."""
     try:
         row = json.loads(line)
     except ValueError as error:
-        return {"line": line, "error": f"no JSON: {error}"}
+        return {"line": line, "error": f"not JSON: {error}"}
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        return {"line": line, "error": 'no JSON object with a text "prompt"'}
+        return {"line": line, "error": 'not a JSON object with a text "prompt"'}
     for name in ("new_tokens", "top_k", "seed"):
         if not isinstance(row.get(name, 0), int):
-            return {**row, "error": f"{name} = {row[name]!r} is no whole number"}
+            return {**row, "error": f"{name} = {row[name]!r} is not a whole number"}
     return row
 
 

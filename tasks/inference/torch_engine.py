@@ -1,4 +1,4 @@
-"""The engine of torch ranks: on GPUs, on several devices, or for a model of any class."""
+"""The engine that runs a model on torch ranks: for GPUs, for several devices, and for any Hugging Face class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER_ENGINE = "serve with inference.engine=onnx"
 
 
 class TorchEngine:
-    """An export folder on ranks. If they die they are restarted, once; requests meanwhile fail with EngineDied."""
+    """Runs an export folder on ranks. Ranks that die are restarted once; meanwhile requests raise EngineDied."""
 
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
@@ -47,7 +47,7 @@ class TorchEngine:
 
     @property
     def ready(self) -> bool:
-        """Whether requests can be made now; `why_not` says why they cannot."""
+        """Return whether requests can be made now; if not, `why_not` has the reason."""
         return self.ranks.alive
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -61,7 +61,7 @@ class TorchEngine:
         raise ValueError(f"the torch engine gives no log-probabilities: {OTHER_ENGINE}")
 
     def stream(self, prompt: str | Sequence[int], **sampling: Any) -> TextStream:
-        """Like TextGenerator.stream; also raises EngineDied, at the call or while the text comes."""
+        """Start a text, like TextGenerator.stream; also raises EngineDied, in this call or during reading."""
         params = Sampling(**sampling)
         if not params.is_plain:
             raise ValueError(f"the torch engine has no log-probabilities, penalties, bias or grammar: {OTHER_ENGINE}")
@@ -109,12 +109,12 @@ class TorchEngine:
             self.changed.notify_all()
         if self.failed:
             logger.error("%s", self.why_not)
-        if self.closed:  # while they were being started
+        if self.closed:  # the engine was closed while the ranks were being started
             self.ranks.close()
 
 
 class NewIds(Iterator[int]):
-    """Token IDs of one request as they come; `close` cancels the request, from any thread."""
+    """Iterates over the token IDs of one request as they arrive; `close` cancels the request, from any thread."""
 
     def __init__(self, ranks: TorchRanks, number: int, tokens: Tokens) -> None:
         self.ranks, self.number, self.tokens, self.ended = ranks, number, tokens, False
@@ -131,6 +131,6 @@ class NewIds(Iterator[int]):
     def close(self) -> None:
         self.ranks.cancel(self.number)
 
-    def __del__(self) -> None:  # a stream that nobody reads to its end gives its row back
+    def __del__(self) -> None:  # frees the row of a stream that nobody read to its end
         if not self.ended:
             self.close()

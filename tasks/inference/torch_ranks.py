@@ -1,7 +1,7 @@
-"""The ranks of training/generate.py: started under torchrun, reached over a Unix socket, ended with it.
+"""Starts the ranks of training/generate.py, with torchrun if there are several, and talks to them over a Unix socket.
 
-The socket lies in a folder that only this user may enter. The ranks end when it is closed, so they do not outlive this
-process, however it ends.
+The socket is in a folder that only this user may enter. The ranks end when the socket is closed, so they do not outlive
+this process, however it ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from training.records.decoding import (
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0  # a large model from a slow disk
+START_TIMEOUT_S = 600.0  # enough to load a large model from a slow disk
 END_TIMEOUT_S = 20.0  # for torchrun to end after one of its ranks has died
 POLL_S = 0.1
 LAST_LINES = 15
@@ -55,7 +55,7 @@ class TorchRanks:
     def __init__(self, plan: DecodePlan, *, on_death: Callable[[], None]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="shardline-ranks-"))  # mode 0700
         self.plan, self.on_death, self.alive, self.closing = plan, on_death, True, False
-        self.lock = threading.RLock()  # a stream may be collected, and cancelled, anywhere
+        self.lock = threading.RLock()  # reentrant: a thread that holds the lock may collect a stream, which cancels it
         self.texts: list[dict[int, Tokens]] = [{} for _ in range(plan.leaders)]  # by channel and request
         self.log_path = self.folder / "ranks.log"
         self.channels: list[socket.socket] = []
@@ -100,14 +100,14 @@ class TorchRanks:
         return process
 
     def error_in_log(self) -> str:
-        """The error line in the ranks' log, or its last lines."""
+        """Return the error line in the ranks' log, or its last lines."""
         lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
         killed = [line.strip() for line in lines if "received by PID" in line and "SIGTERM" not in line]
         errors = [line.strip() for line in lines if "Error: " in line and "ChildFailedError" not in line]
         return next(iter(killed or errors), "\n".join(lines[-LAST_LINES:]) or "their log is empty")
 
     def submit(self, request: DecodeRequest) -> Tokens:
-        """Sends a request to the copy of the model that has the fewest; its tokens come in the queue."""
+        """Send a request to the copy of the model with the fewest requests; return the queue of its tokens."""
         tokens: Tokens = queue.SimpleQueue()
         with self.lock:
             if not self.alive:
@@ -125,11 +125,11 @@ class TorchRanks:
                     self._send(channel, CancelRequest(number=request))
 
     def _send(self, channel: int, message: ToRanks) -> None:
-        with suppress(OSError):  # the channel's reader finds out that the rank is dead
+        with suppress(OSError):  # the rank is dead, which the channel's reader reports
             self.channels[channel].sendall(to_line(message))
 
     def _read(self, channel: int) -> None:
-        """Distributes what the ranks of a channel send, until it is closed."""
+        """Distribute the messages of a channel until it is closed, then report that the ranks have ended."""
         try:
             self._distribute(channel)
         finally:
@@ -187,12 +187,12 @@ class TorchRanks:
             tokens.put(error)
 
     def close(self) -> None:
-        """Ends the ranks; running requests fail."""
+        """End the ranks; running requests raise EngineDied."""
         self.closing = True
         with self.lock:
             self.alive = False
         self._fail_all(EngineDied("the engine was closed"))
-        # No grace: they hold nothing to save, and would take seconds to end by themselves.
+        # Without grace, because the ranks have nothing to save and would take seconds to end by themselves.
         end_process(self.process, grace_s=0, with_descendants=True)
         self._release()
 

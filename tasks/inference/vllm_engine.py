@@ -1,8 +1,8 @@
-"""The engine of vLLM, on GPUs: vLLM gets and gives token IDs, the text is made here as with every other engine.
+"""The vLLM engine, on GPUs: vLLM receives and returns token IDs; they become text here, as with every other engine.
 
 Requests follow https://docs.vllm.ai/en/v0.28.0/serving/online_serving/openai_compatible_server/ (the Completions API,
 its sampling and extra parameters) and https://docs.vllm.ai/en/latest/features/structured_outputs/ (0.12 or newer). They
-were not sent to vLLM yet: tests/support/vllm_stand_in.py answers them in tests.
+have not been sent to vLLM itself yet: in tests tests/support/vllm_stand_in.py answers them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tasks.inference.vllm_process import MODEL, Reply, VllmProcess
 from training.config.serving import InferenceConfig
 from training.planner.inference import check_inference
 
-AS_ID = "token_id:"  # how vLLM writes tokens with return_tokens_as_token_ids
+AS_ID = "token_id:"  # prefix of the tokens that vLLM writes with return_tokens_as_token_ids
 
 
 class VllmEngine:
-    """An export folder in vLLM. Equal sampling settings and seeds give equal text, but not that of other engines."""
+    """Runs an export folder in vLLM. Equal settings and seeds give equal text, but not that of the other engines."""
 
     concurrent = 256  # requests that vLLM decodes at the same time, by its default on most GPUs
 
@@ -49,7 +49,7 @@ class VllmEngine:
         return self.stream(prompt, **sampling).read()
 
     def stream(self, prompt: str | Sequence[int], **sampling: Any) -> TextStream:
-        """Start a text, like TextGenerator.stream; also raises EngineDied, at the call or while the text comes."""
+        """Start a text, like TextGenerator.stream; also raises EngineDied, in this call or during reading."""
         params = Sampling(**sampling)
         check_tokens(self.tokenizer, params.logit_bias)
         prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
@@ -60,23 +60,24 @@ class VllmEngine:
         return stream
 
     def _check(self, params: Sampling, prompt_tokens: int) -> None:
-        """Raises ValueError for what vLLM would do in another way than documented here."""
+        """Raise ValueError for requests that vLLM would not handle as our documentation says."""
         if params.grammar and params.logprobs is not None:
             raise ValueError(
-                "vLLM counts log-probabilities of the tokens that a grammar allows, not of all: leave out one of them"
+                "vLLM computes log-probabilities over the tokens that a grammar allows, not over all: leave out the "
+                "grammar or the log-probabilities"
             )
         needed = prompt_tokens + params.new_tokens
         if needed > self.context and (params.grammar or params.presence_penalty or params.frequency_penalty):
             raise ValueError(
                 f"with vLLM, penalties and grammars need prompt and new text within the context of {self.context} "
-                f"tokens: {prompt_tokens} + {params.new_tokens} are {needed}, ask for fewer"
+                f"tokens: {prompt_tokens} + {params.new_tokens} are {needed}, so ask for fewer new tokens"
             )
 
     def score(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
         if len(ids) > self.context - 1:
             raise ValueError(
-                f"{len(ids)} tokens cannot be scored: vLLM takes {self.context - 1}, the context less one token, which "
-                "it makes of every prompt"
+                f"{len(ids)} tokens cannot be scored: vLLM takes {self.context - 1} at most, one less than the "
+                "context, because it generates a token for every prompt"
             )
         body = completion_request(ids, Sampling(new_tokens=0, temperature=0, logprobs=top), end_id=self.end_id)
         content: Any = self.vllm.open(body | {"echo": True, "stream": False}).whole()
@@ -87,9 +88,9 @@ class VllmEngine:
 
 
 def completion_request(ids: Sequence[int], params: Sampling, *, end_id: int, made: int = 0) -> dict[str, Any]:
-    """Return the body of a request for the text behind `ids`, of which `made` tokens are new already.
+    """Return the body of a request to continue `ids`. `made`: the number of new tokens that were generated before.
 
-    Stop texts stay here: they may lie across tokens, and the text is made here.
+    Stop texts are not sent: they may span several tokens, and only this process decodes tokens to text.
     """
     body: dict[str, Any] = {
         "model": MODEL,
@@ -99,7 +100,7 @@ def completion_request(ids: Sequence[int], params: Sampling, *, end_id: int, mad
         "max_tokens": params.new_tokens - made,
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "top_k": params.top_k,  # 0: all, there as here
+        "top_k": params.top_k,  # 0 means all tokens, in vLLM too
         "seed": (params.seed + made) % 2**63,
         "ignore_eos": not params.stop_at_end,
         "stop_token_ids": [end_id] if params.stop_at_end else [],
@@ -116,16 +117,17 @@ def completion_request(ids: Sequence[int], params: Sampling, *, end_id: int, mad
 
 
 class NewIds(Iterator[int]):
-    """Token IDs of one text as they come; `close` cancels it, from any thread.
+    """Iterates over the token IDs of one text as they arrive; `close` cancels the text, from any thread.
 
-    vLLM ends a text where the context is full; as with the other engines it goes on from the last half of it.
+    vLLM ends a text when the context is full. Then another request continues from the last half of the context, as the
+    other engines do.
     """
 
     def __init__(self, engine: VllmEngine, prompt_ids: list[int], params: Sampling) -> None:
         self.engine, self.params = engine, params
         self.logprobs: list[TokenLogprob] = []
         self._closed, self._made = False, 0
-        self._seen = prompt_ids[-(engine.context - 1) :]  # vLLM needs room for one
+        self._seen = prompt_ids[-(engine.context - 1) :]  # vLLM needs room for one new token
         self._reply = self._open() if params.new_tokens else None
         self._tokens = self._follow()
 
@@ -137,7 +139,7 @@ class NewIds(Iterator[int]):
         if self._reply:
             self._reply.cancel()
 
-    def __del__(self) -> None:  # of a text that nobody reads to its end
+    def __del__(self) -> None:  # cancels a text that nobody read to its end
         if getattr(self, "_reply", None):
             self.close()
 
@@ -151,7 +153,7 @@ class NewIds(Iterator[int]):
             reason = None
             while (event := self._reply.next_event()) is not None:
                 choice: Any = next(iter(event["choices"]), None)  # type: ignore[call-overload]
-                if choice is None:  # usage
+                if choice is None:  # an event with the usage only
                     continue
                 reason = choice.get("finish_reason") or reason
                 ids = choice.get("token_ids") or []
@@ -170,7 +172,7 @@ class NewIds(Iterator[int]):
 
 
 def _scored(choice: Any, ids: Sequence[int], *, top: int) -> list[TokenLogprob]:
-    """Return the log-probabilities in a choice; vLLM lists the token itself too if it is none of the likeliest."""
+    """Return the log-probabilities in a choice, without tokens beyond the `top` likeliest, which vLLM may add."""
     found = choice["logprobs"]
     scored = []
     for token, logprob, likeliest in zip(ids, found["token_logprobs"], found["top_logprobs"], strict=True):

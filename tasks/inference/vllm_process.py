@@ -1,10 +1,10 @@
-"""`vllm serve` as a process of ours: started, reached over a Unix socket, started again once if it ends, ended with us.
+"""Runs `vllm serve` as a child process: reaches it over a Unix socket, restarts it once, and ends it with this process.
 
-Written against the documents of vLLM 0.30; it has not run vLLM itself:
+This code follows the documentation of vLLM 0.30 and has not been run with vLLM itself:
 - its options: https://docs.vllm.ai/en/v0.30.0/cli/serve/ (--uds, --structured-outputs-config and the others below)
 - its usage reports: https://docs.vllm.ai/en/latest/usage/usage_stats/ (VLLM_NO_USAGE_STATS)
-- why no key guards it: https://docs.vllm.ai/en/v0.28.0/serving/online_serving/openai_compatible_server/ says that
-  --api-key leaves paths open. The socket lies in a folder that only this user may enter, so there is no key at all.
+- why it has no API key: https://docs.vllm.ai/en/v0.28.0/serving/online_serving/openai_compatible_server/ says that
+  --api-key leaves some paths open. Instead the socket is in a folder that only this user may enter.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ SIZES = {
     "pipeline": "--pipeline-parallel-size",
     "data": "--data-parallel-size",
 }
-# Not for vLLM: with them it would ask us for a key, count its requests in the files of our metrics, and hold secrets of
-# services that it never calls.
+# Environment variables that vLLM does not get: with them it would require an API key, write to our metrics files, and
+# have secrets of services that it never calls.
 OURS = ("VLLM_API_KEY", "PROMETHEUS_MULTIPROC_DIR", "MLFLOW_", "PREFECT_")
 
 
 def find_vllm(inference: InferenceConfig) -> str:
-    """Return the path of the program. Raises ValueError, with the cure, where it or a GPU is missing."""
+    """Return the path of `vllm`. Raises ValueError, with the cure, if the program or a GPU is missing."""
     if not (program := shutil.which("vllm")):
         raise ValueError(
             "inference.engine = vllm: there is no program `vllm` on PATH. Install it in an environment of its own "
@@ -68,7 +68,7 @@ def find_vllm(inference: InferenceConfig) -> str:
 def command_for(program: str, export_dir: Path, inference: InferenceConfig, *, context: int, path: Path) -> list[str]:
     """Return the command of `vllm serve`, with its socket at `path`."""
     devices = [SIZES[inference.parallel], str(inference.degree)] if inference.parallel != "none" else []
-    # The same grammars as ours: llguidance, without spaces between values, which a model may write for ever.
+    # As in onnx_generator.py: grammars by llguidance, without spaces between values, which a model may write endlessly.
     grammars = {"backend": "guidance", "disable_any_whitespace": True}
     return [
         *(program, "serve", str(export_dir)),
@@ -78,7 +78,7 @@ def command_for(program: str, export_dir: Path, inference: InferenceConfig, *, c
         *("--dtype", DTYPES[inference.precision]),
         *devices,
         *("--gpu-memory-utilization", f"{inference.vllm_memory:g}"),
-        *("--generation-config", "vllm"),  # requests have all their settings; none comes from the export's file
+        *("--generation-config", "vllm"),  # each request has all settings; none comes from the export's file
         *("--load-format", "safetensors"),
         *("--structured-outputs-config", json.dumps(grammars)),
         "--disable-uvicorn-access-log",
@@ -86,7 +86,7 @@ def command_for(program: str, export_dir: Path, inference: InferenceConfig, *, c
 
 
 class UnixConnection(http.client.HTTPConnection):
-    """One request over the socket at `path`. `cancel` may be called from any thread: the reader sees the end."""
+    """An HTTP connection over the socket at `path`. `cancel` may be called from any thread; the reader then ends."""
 
     def __init__(self, path: Path, *, timeout_s: float | None = None) -> None:
         super().__init__("vllm", timeout=timeout_s)
@@ -105,9 +105,9 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 class VllmProcess:
-    """vLLM with a model loaded. It is started again once; what ended it twice would end it a third time.
+    """vLLM with a model loaded. If it ends, it is restarted, but only once: what ended it twice would end it again.
 
-    Raises ValueError as `find_vllm` does, RuntimeError with the end of its log if it does not start.
+    Raises ValueError as `find_vllm` does, RuntimeError with the end of vLLM's log if it does not start.
     """
 
     def __init__(self, export_dir: Path, inference: InferenceConfig, *, context: int) -> None:
@@ -116,15 +116,15 @@ class VllmProcess:
         self.path, self.log_path = self.folder / "http", self.folder / "vllm.log"
         self.command = command_for(program, export_dir.absolute(), inference, context=context, path=self.path)
         self.ready, self.closed, self.why_not = False, False, "vLLM is being started"
-        self.failed = False  # for good
+        self.failed = False  # True: vLLM is not restarted any more
         self.changed = threading.Condition()
         self.process: subprocess.Popen[bytes] | None = None
-        # The kernel ends vLLM with the thread that started it, so that thread lives as long.
+        # The kernel ends vLLM when the thread that started it ends, so this thread lives as long as vLLM.
         threading.Thread(target=self._keep, daemon=True, name="vllm").start()
         try:
             if not self.wait_ready(START_TIMEOUT_S + END_S):
                 raise RuntimeError(self.why_not)
-        except BaseException:  # Ctrl-C too: vLLM has a session of its own
+        except BaseException:  # also for Ctrl-C, which does not reach vLLM in its own session
             self.close()
             raise
 
@@ -133,7 +133,7 @@ class VllmProcess:
             return self.changed.wait_for(lambda: self.ready or self.failed or self.closed, timeout_s) and self.ready
 
     def open(self, body: dict[str, object]) -> Reply:
-        """Send a request to /v1/completions; return when vLLM has accepted it.
+        """Send a request to /v1/completions; return its reply once vLLM has accepted the request.
 
         Raises ValueError where vLLM refuses the request, EngineDied where it cannot be reached.
         """
@@ -175,7 +175,7 @@ class VllmProcess:
                 logger.info("vLLM is ready: %s", " ".join(self.command))
                 process.wait()
             cause = self._cause(process.poll())
-            with suppress(ProcessLookupError):  # what it started, if it died without ending that
+            with suppress(ProcessLookupError):  # the processes that vLLM started and may have left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if self.closed:
@@ -235,7 +235,7 @@ class VllmProcess:
 
 
 class Reply:
-    """An accepted request: its whole JSON, or its server-sent events as they come."""
+    """The reply to an accepted request: its whole JSON, or its server-sent events as they arrive."""
 
     def __init__(self, connection: UnixConnection, response: http.client.HTTPResponse) -> None:
         self._connection, self._response, self.cancelled = connection, response, False
@@ -264,11 +264,11 @@ class Reply:
             if line.startswith(b"data:"):
                 event: dict[str, object] = json.loads(line[len(b"data:") :])
                 if "error" in event:
-                    raise EngineDied(f"vLLM broke a text off: {_message(line[len(b'data:') :])}")
+                    raise EngineDied(f"vLLM aborted a text: {_message(line[len(b'data:') :])}")
                 return event
 
     def cancel(self) -> None:
-        """End the request, from any thread: vLLM sees that nobody listens."""
+        """End the request by closing its connection; may be called from any thread."""
         self.cancelled = True
         self._connection.cancel()
 

@@ -1,1 +1,1 @@
-"""A registered model over HTTP."""
+"""Serves a registered model over HTTP."""

@@ -1,4 +1,4 @@
-"""The version that a server serves: it follows the alias, and can open the previous version for comparison."""
+"""Keeps the model version that an alias names open for a server; opens the previous version for comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 300  # without a request for so long, the previous version is closed
+IDLE_S = 300  # the previous version is closed after so many seconds without a request
 
 
 class ServedVersion:
@@ -35,7 +35,7 @@ class ServedVersion:
         self._users, self._retired, self._lock = 0, False, threading.Lock()
 
     def acquire(self) -> bool:
-        """Keeps the engine open until `release`; False if the version is retired already."""
+        """Keep the engine open until `release`; return False if the version is retired already."""
         with self._lock:
             self._users += not self._retired
             return not self._retired
@@ -57,7 +57,7 @@ class ServedVersion:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """Raises LookupError if its tokenizer has none."""
+        """Return the tokenizer's chat template. Raises LookupError if the tokenizer has none."""
         return ChatTemplate(self.folder)
 
     @property
@@ -68,7 +68,7 @@ class ServedVersion:
 class AliasFollower:
     """Keeps the version that a reference names, such as NAME@champion, open for requests.
 
-    `load_lock`: a file that a replica locks while it loads another version, so that they load in turn.
+    `load_lock`: a file that a replica locks while it loads another version, so that replicas load one after another.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class AliasFollower:
         return ServedVersion(model.name, model.version, engine, model.export_dir)
 
     def refresh(self) -> None:
-        """Loads and switches to another version if the reference names one now, and no other replica is at it."""
+        """Load another version and switch to it, if the reference now names one and no other replica is loading it."""
         if int(find_version(self.client, self.ref).version) != self.served.version:
             lock = exclusive(self.load_lock) if self.load_lock else nullcontext()
             with suppress(Locked), lock:  # the next poll tries again
@@ -108,10 +108,10 @@ class AliasFollower:
         before, self.served = self.served, self._load(self.ref)
         self.on_switch(self.served)
         before.retire()
-        logger.info("%s names version %d now: it replaces version %d", self.ref, self.served.version, before.version)
+        logger.info("%s names version %d now, which replaces version %d", self.ref, self.served.version, before.version)
 
     async def follow(self, *, poll_s: float) -> None:
-        """Refreshes until cancelled. Whatever fails meanwhile, the loaded version stays served."""
+        """Call `refresh` every `poll_s` seconds until cancelled. Whatever fails, the loaded version stays served."""
         last_error: type[Exception] | None = None
         while isinstance(parse_ref(self.ref)[1], str):
             await asyncio.sleep(poll_s)
@@ -126,7 +126,7 @@ class AliasFollower:
 
     @contextmanager
     def current(self) -> Iterator[ServedVersion]:
-        """Yields the served version, which stays open while the block runs."""
+        """Yield the served version, which stays open while the block runs."""
         while not (served := self.served).acquire():  # it was retired meanwhile, so another one is served now
             pass
         try:
@@ -135,7 +135,7 @@ class AliasFollower:
             served.release()
 
     def previous(self) -> ServedVersion:
-        """Acquires the version that the served one replaced; the first call opens it. ValueError if there is none."""
+        """Acquire the version that the served one replaced; the first call opens it. ValueError: there is none."""
         with self._loading:
             number = replaced_by(self.client, self.served.name, self.served.version)
             if number is None:

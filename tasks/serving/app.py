@@ -49,7 +49,7 @@ class GenerateReply(BaseModel):
 
 
 def build_app(follower: AliasFollower, *, limits: ServingConfig) -> ASGIApp:
-    """Builds the whole server. Raises ValueError for a token file that cannot be used."""
+    """Build the whole server. Raises ValueError for a token file that cannot be used."""
     metrics = ServerMetrics()
 
     def show_version(served: ServedVersion) -> None:
@@ -98,7 +98,7 @@ def _add_generate(app: FastAPI, follower: AliasFollower, text: TextService) -> N
 
     @app.post("/previous/generate")
     async def generate_by_previous(request: Request, body: GenerateRequest) -> GenerateReply:
-        """Generates with the previous version; the first request opens it, and it is closed after five idle minutes."""
+        """Generate with the previous version, which the first request opens; five minutes without requests close it."""
         try:
             served = await asyncio.to_thread(follower.previous)
         except ValueError as error:
@@ -112,7 +112,7 @@ def _add_generate(app: FastAPI, follower: AliasFollower, text: TextService) -> N
 def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -> None:
     @app.get("/health")
     async def health() -> dict[str, str | int | list[int]]:
-        """Say what is served, with the `versions` of all replicas, where there are several."""
+        """Return what is served; with replicas also `versions`, all versions that they serve."""
         served, versions = follower.served, metrics.versions()
         found: dict[str, str | int | list[int]] = {
             "status": "ok" if served.engine.ready else "no engine",
@@ -130,24 +130,24 @@ def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -
     @app.get("/health/ready")
     @app.get("/v2/health/ready")
     async def ready(request: Request) -> Response:
-        """Ready if the engine is; before the model is loaded and while the server drains, it accepts no connection."""
+        """Return 200 if the engine is ready, else 503. While it loads or drains, the server accepts no connection."""
         if follower.served.engine.ready:
             return Response()
         return refusal(request.scope["path"], 503, "the engine is not ready: the server's log says why")
 
     @app.get("/metrics")
     async def prometheus(of: Literal["all", "process"] = "all") -> Response:
-        """Return the sum over all replicas, or what the process counted that answers."""
+        """Return the sum over all replicas, or for of=process the metrics of the process that answers."""
         return Response(metrics.page(of_all=of == "all"), media_type=metrics.media_type)
 
     @app.get("/")
     async def demo_page() -> FileResponse:
-        """A text box, and what the served and the previous version make of its text, side by side."""
+        """Return a page where the served and the previous version complete the same text, side by side."""
         return FileResponse(DEMO_PAGE)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """Names each wrong field with its error, instead of returning pydantic's nested list."""
+    """Name each wrong field with its error, instead of returning pydantic's nested list."""
     assert isinstance(error, RequestValidationError)
     lines = [f"{'.'.join(map(str, problem['loc'][1:])) or 'body'}: {problem['msg']}" for problem in error.errors()]
     path = request.scope["path"]

@@ -1,4 +1,4 @@
-"""The chat template of an export, which its tokenizer brings: messages to the text that the model continues."""
+"""The chat template of an export's tokenizer, which turns messages into the text that the model continues."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ChatTemplate:
-    """Renders a chat as transformers does, but in a sandbox: the template is text that came with a tokenizer.
+    """Renders a chat as transformers does, but in a sandbox, because templates that come with tokenizers are untrusted.
 
-    Raises LookupError, with what to do, for an export without one.
+    Raises LookupError, with the cure, for an export without a template.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +31,7 @@ class ChatTemplate:
         self._template = environment.from_string(self.source)
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """Raises ValueError where the template refuses the messages."""
+        """Return the text of the messages. Raises ValueError if the template refuses them."""
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
         except TemplateError as error:
@@ -42,7 +42,7 @@ def _source(folder: Path, config: dict[str, Any]) -> str:
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text()
     found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several templates, by name
         found = next((each["template"] for each in found if each["name"] == "default"), None)
     if not found:
         raise LookupError(

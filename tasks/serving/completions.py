@@ -1,4 +1,4 @@
-"""One request for text, from a free slot to the last token, whichever protocol the client uses."""
+"""Runs one request for text, from the wait for a slot to the last token, for all protocols."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Completion:
 
 
 class TextService:
-    """Runs requests for text: at most `max_concurrent` at once, a bounded queue of others, each for a limited time."""
+    """Runs requests for text: at most `max_concurrent` at a time, others in a bounded queue, each with a time limit."""
 
     def __init__(self, limits: ServingConfig, metrics: ServerMetrics) -> None:
         self.limits, self.metrics = limits, metrics
@@ -53,7 +53,7 @@ class TextService:
     async def stream(
         self, served: ServedVersion, prompt: Prompt, sampling: dict[str, Any], *, admitted: bool = False
     ) -> AsyncIterator[TextStream]:
-        """Opens a stream of text in a free slot; after the block no further token is generated.
+        """Open a stream of text in a free slot; after the block no further token is generated.
 
         `admitted`: the stream belongs to a request that has a slot already, so a full queue does not refuse it.
         Raises Refused if the request exceeds a limit or the queue is full.
@@ -90,7 +90,7 @@ class TextService:
         score_prompt: bool = False,
         admitted: bool = False,
     ) -> Completion:
-        """`score_prompt`: with the log-probabilities of the prompt's tokens as well."""
+        """Return a whole text. `score_prompt`: with the log-probabilities of the prompt's tokens too."""
         loop, scores = asyncio.get_running_loop(), list[TokenLogprob]()
         async with self.stream(served, prompt, sampling, admitted=admitted) as stream:
             if score_prompt:
@@ -108,7 +108,7 @@ class TextService:
     async def write_all(
         self, served: ServedVersion, asked: Sequence[tuple[Prompt, dict[str, Any]]], *, score_prompts: bool = False
     ) -> list[Completion]:
-        """Generates the texts of one request concurrently; the first error ends all of them."""
+        """Generate the texts of one request concurrently; the first error ends all of them."""
         if len(asked) == 1:
             return [await self.write(served, *asked[0], score_prompt=score_prompts)]
         for prompt, sampling in asked:
@@ -126,7 +126,7 @@ class TextService:
         return [task.result() for task in tasks]
 
     async def pump(self, stream: TextStream, put: Callable[[str], None]) -> None:
-        """Calls `put` with each piece of text; a thread of the pool waits for them. Returns at the end of the stream.
+        """Call `put` with each piece of text, for which a thread of the pool waits; return at the end of the stream.
 
         Raises Refused if the request takes longer than the limit, like `write`.
         """
@@ -188,7 +188,7 @@ class TextService:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns what `work` returns; if the client disconnects first, cancels it and raises ClientDisconnected."""
+    """Return what `work` returns. If the client disconnects first, cancel `work` and raise ClientDisconnected."""
     task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)

@@ -25,7 +25,7 @@ OUTPUTS = {"text": "BYTES", "finish_reason": "BYTES", "tokens": "INT64"}
 
 
 class SamplingParameters(BaseModel):
-    """Our parameters of a request; the others belong to the protocol and are ignored."""
+    """Our sampling parameters of a request; other parameters belong to the protocol and are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -77,7 +77,7 @@ def add_kserve(app: FastAPI, follower: AliasFollower, text: TextService) -> None
 
 
 def _read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """Returns the request's JSON, its prompts and its sampling. Raises Refused, which says what is wrong."""
+    """Return the request's JSON, its prompts and its sampling. Raises Refused with the reason."""
     try:
         length = int(header_length) if header_length else len(body)
         asked = json.loads(body[:length])
@@ -96,7 +96,7 @@ def _read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], list[
     if (name, kind) != ("prompt", "BYTES") or int(np.prod(shape)) != len(prompts):
         raise Refused(
             400,
-            f"{kind} {name} {shape} has {len(prompts)} elements: send BYTES prompt [n] with n elements",
+            f"{kind} tensor {name} {shape} has {len(prompts)} elements: send BYTES tensor `prompt` [n] with n elements",
         )
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise Refused(400, f"the request has {len(prompts)} prompts: send 1 to {MAX_PROMPTS}")
@@ -108,7 +108,7 @@ def _read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], list[
 
 
 def _strings(data: bytes) -> list[str]:
-    """Reads the elements of a BYTES tensor: each follows its length, 4 bytes, little-endian."""
+    """Return the elements of a BYTES tensor; each is preceded by its length, 4 bytes, little-endian."""
     found, position = [], 0
     while position < len(data):
         (length,) = struct.unpack_from("<I", data, position)
@@ -120,7 +120,7 @@ def _strings(data: bytes) -> list[str]:
 
 
 def _reply(head: dict[str, Any], asked: dict[str, Any], written: list[Completion]) -> Response:
-    """Builds the requested outputs (all, if none is named), each as JSON or as bytes after it, as the client asked."""
+    """Build the requested outputs (all, if none is named), as JSON or as bytes after the JSON, as the client asked."""
     columns: dict[str, list[Any]] = {
         "text": [one.text for one in written],
         "finish_reason": [one.finish_reason for one in written],

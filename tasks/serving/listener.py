@@ -8,9 +8,9 @@ import socket
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind before the model is loaded, so that a port in use is an error at once; `port` 0 takes any free one.
+    """Return a listening socket, opened before the model is loaded so that a port in use is an error at once.
 
-    Raises ValueError if the address cannot be used.
+    `port` 0 takes any free port. Raises ValueError if the address cannot be used.
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"port = {port}: choose one from 1 to 65535, or 0 for any that is free, with --port")

@@ -34,7 +34,7 @@ class ServerMetrics:
         )
         self.tokens = Counter("shardline_generated_tokens", "Generated tokens", labels, registry=of)
         self.prompt_tokens = Counter("shardline_prompt_tokens", "Tokens in prompts", labels, registry=of)
-        about = "Version that is served now; of replicas, by process"
+        about = "Version that is served now; with replicas, one per process"
         self.version = Gauge("shardline_served_version", about, ["model"], registry=of, multiprocess_mode="liveall")
         about = "Requests that run or wait"
         self.in_flight = Gauge("shardline_requests_in_flight", about, registry=of, multiprocess_mode="livesum")
@@ -43,7 +43,7 @@ class ServerMetrics:
             MultiProcessCollector(self._all)
 
     def page(self, *, of_all: bool = True) -> bytes:
-        """Return the figures: of all replicas, the dead ones included, so that counters never fall, or of this one."""
+        """Return the metrics of this process or of all replicas, with dead ones, so that counters never decrease."""
         return generate_latest(self._all if self._all and of_all else self.registry)
 
     def versions(self) -> list[int]:

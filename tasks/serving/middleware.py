@@ -1,6 +1,6 @@
-"""Checks before every request: its access token and the size of its body; and the counters of requests.
+"""Checks the access token and body size of each request before the request is handled, and counts requests.
 
-It is plain ASGI, because Starlette's own middleware class would buffer streams.
+This is plain ASGI, because Starlette's own middleware class would buffer streams.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from training.config.serving import ServingConfig
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/", "/metrics")  # like health, they need no token, because none shows text
+OPEN_PATHS = ("/", "/metrics")  # need no token, as health does not, because none shows generated text
 HEALTH = ("/health", "/v2/health")
 TEXT_PATHS = ("/generate", "/previous/generate", "/v1/completions", "/v1/chat/completions")  # and /v2/models/NAME/infer
 
@@ -36,7 +36,7 @@ class Refused(Exception):
 
 
 def refusal(path: str, status: int, message: str) -> Response:
-    """Returns the error in the form that the protocol of the path defines."""
+    """Return the error in the form that the protocol of the path defines."""
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}.get(status)
     content: dict[str, Any] = {"detail": message}
     if path.startswith("/v1/"):
@@ -50,7 +50,7 @@ def refusal(path: str, status: int, message: str) -> Response:
 
 
 class AccessTokens:
-    """The valid tokens in a file, one per line, read again when the file changes. Only their hashes are kept."""
+    """The valid tokens of a file, one per line; a changed file is read again. Only the tokens' hashes are kept."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._stamp, self._hashes = path, (0, 0), list[bytes]()
@@ -114,7 +114,7 @@ class AdmissionControl:
         return None
 
     async def _counted(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Counts a request. Its handler may set another code or version in scope["request_outcome"]."""
+        """Count a request. Its handler may set another code or version in scope["request_outcome"]."""
         start, served = time.perf_counter(), self.follower.served
         outcome = scope["request_outcome"] = {"code": 0, "model": served.name, "version": served.version}
 

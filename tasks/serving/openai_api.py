@@ -24,7 +24,7 @@ from tasks.serving.openai_requests import ChatRequest, CompletionRequest, Messag
 
 @dataclass(frozen=True)
 class Asked:
-    """A request as the engines take it. `texts`: prompt and sampling of each text, those of one prompt together."""
+    """A request in the form that engines take. `texts`: prompt and sampling of each text, grouped by prompt."""
 
     body: SamplingBody
     texts: list[tuple[Prompt, dict[str, Any]]]
@@ -91,14 +91,14 @@ def _chat(body: ChatRequest, served: ServedVersion, text: TextService) -> Asked:
     prompt = chat_prompt(served, body.messages)
     text.check_prompt(prompt)
     new_tokens = body.max_completion_tokens or body.max_tokens
-    if new_tokens is None:  # what the context has left
+    if new_tokens is None:  # as many as the context has room for
         left = served.engine.context - len(encode_prompt(served.engine.tokenizer, prompt))
         new_tokens = max(1, min(left, text.limits.max_new_tokens))
     return Asked(body, [(prompt, sampling) for sampling in body.sampling(new_tokens)], ChatReply(served))
 
 
 def chat_prompt(served: ServedVersion, messages: Sequence[Message]) -> str:
-    """The text of a chat. Raises Refused: 404 where the version has no chat template."""
+    """Return the text of a chat. Raises Refused: 404 for no chat template, 400 if the template refuses the messages."""
     try:
         return served.chat_template.render([message.for_template() for message in messages])
     except LookupError as error:
@@ -121,7 +121,7 @@ async def _whole(asked: Asked, served: ServedVersion, text: TextService) -> Resp
 
 
 def _best(pairs: Sequence[tuple[Prompt, Completion]], n: int) -> Sequence[tuple[Prompt, Completion]]:
-    """Those whose tokens have the highest mean log-probability; all in their order, where no more were made than n."""
+    """Return the n texts with the highest mean log-probability, best first; if there are only n, all in their order."""
 
     def mean(pair: tuple[Prompt, Completion]) -> float:
         found = [one.logprob or 0.0 for one in pair[1].logprobs]
@@ -142,7 +142,7 @@ def _choice(asked: Asked, served: ServedVersion, index: int, prompt: Prompt, one
 
 
 def _may_be_cut(asked: Asked, reason: str) -> bool:
-    """Whether the text may have ended before its last tokens, at a stop text."""
+    """Return whether a stop text may have ended the text before its last tokens."""
     return reason == "stop" and bool(asked.texts[0][1]["stop"])
 
 
@@ -211,7 +211,7 @@ class CompletionEvents:
                 yield reply.piece(index, piece, None, self._tokens(index))
 
     def _tokens(self, index: int, *, at_end: bool = False) -> list[Placed] | None:
-        """The tokens of the text that was sent by now and not before; at the end all that are left."""
+        """Return the tokens of the text that was sent since the last call; at the end all remaining tokens."""
         if (offsets := self.offsets.get(index)) is None:
             return None
         stream = self.streams[index]

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 from tasks.inference.onnx_generator import INCOMPLETE, Detokenizer, TokenLogprob
 from tasks.serving.alias_follower import ServedVersion
 
-Placed = tuple[int, TokenLogprob]  # where in the text a token begins
+Placed = tuple[int, TokenLogprob]  # the character at which a token's text begins, and the token
 
 
 class TokenOffsets:
-    """Says of tokens, as they come, where in the text behind `before` each begins."""
+    """Tells, as tokens arrive, at which character of the text after `before` each of them begins."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self.count = 0
@@ -31,7 +31,7 @@ class TokenOffsets:
             self.count += 1
 
     def take(self, until: int | None = None) -> list[Placed]:
-        """The tokens not yet taken that begin before the character `until`, or all."""
+        """Return the tokens not yet taken that begin before the character `until`, or all."""
         taken = []
         while self._waiting and (until is None or self._waiting[0][0] < until):
             taken.append(self._waiting.popleft())
@@ -39,7 +39,7 @@ class TokenOffsets:
 
 
 def _text_of(tokenizer: Tokenizer, token: int) -> str:
-    """Alone a word of SentencePiece's would lose the space before it; behind itself it has it."""
+    """Return the text of a token, decoded after itself, because SentencePiece drops the space before a first token."""
     once, twice = (tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
     return str(twice[len(once) :])
 
@@ -83,7 +83,7 @@ class CompletionReply:
         }
 
     def _likeliest(self, one: TokenLogprob) -> dict[str, float]:
-        """Includes the token itself, as OpenAI does. Of tokens with one text (halves of characters) the likeliest."""
+        """Return log-probabilities by text, with the token's own, as OpenAI does; for equal texts the highest one."""
         found: dict[str, float] = {}
         for token, logprob in (*one.top, (one.token, one.logprob or 0.0)):
             found.setdefault(_text_of(self.tokenizer, token), logprob)
@@ -124,6 +124,6 @@ class ChatReply(CompletionReply):
 
 
 def usage(prompt_tokens: Sequence[int], new_tokens: Sequence[int], *, per_prompt: int) -> dict[str, int]:
-    """Counts each prompt once, however many texts continue it."""
+    """Return the numbers of tokens; a prompt counts once, however many texts continue it."""
     prompt, new = sum(prompt_tokens[::per_prompt]), sum(new_tokens)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's completions and chat completions: what they may ask for, and what is refused with which reason.
+"""Bodies of OpenAI's completions and chat completions: the fields that work, and the reasons to refuse others.
 
 Fields follow OpenAI's API reference (platform.openai.com/docs/api-reference). A field that the server cannot serve is
 refused, never ignored; only labels, which no model sees, have no effect. docs/serving.md has the table.
@@ -18,7 +18,7 @@ from tasks.serving.middleware import Refused
 MAX_CHOICES = 128  # per request, over all its prompts
 MAX_TOP_LOGPROBS = 20
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # for bills and statistics
-NO_TOOLS = "the server calls no tools: describe them in a message, and hold the reply to a schema by response_format"
+NO_TOOLS = "the server calls no tools: describe them in a message, and constrain the reply by response_format"
 ONLY_TEXT = "the models read and write text only"
 NOTHING_KEPT = "the server keeps neither replies nor prompts"
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -46,7 +46,7 @@ class ResponseFormat(_Part):
 
 
 class StructuredOutputs(_Part):
-    """vLLM's field; one of the two."""
+    """vLLM's field of this name, with a JSON schema or a regular expression."""
 
     json_schema: dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
@@ -55,9 +55,9 @@ class StructuredOutputs(_Part):
 class SamplingBody(BaseModel):
     """The fields that requests for completions and for chats share."""
 
-    model_config = ConfigDict(extra="allow")  # `check` refuses the rest, with the reason
+    model_config = ConfigDict(extra="allow")  # `check` refuses other fields, with the reason
 
-    refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {}  # field -> why, and values that ask for nothing
+    refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {}  # field -> reason, and values that ask for nothing
 
     model: str
     temperature: float | None = Field(1.0, ge=0, le=10)
@@ -76,7 +76,7 @@ class SamplingBody(BaseModel):
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """Return the number of the likeliest tokens that are listed beside each; None: no log-probabilities."""
+        """Return how many of the likeliest tokens are listed with each token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -85,7 +85,7 @@ class SamplingBody(BaseModel):
 
     @property
     def num_candidates(self) -> int:
-        """Texts that are made for each prompt, of which n are returned."""
+        """Return the number of texts that are generated for each prompt, of which n are returned."""
         return self.n or 1
 
     @property
@@ -93,7 +93,7 @@ class SamplingBody(BaseModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def sampling(self, new_tokens: int) -> list[dict[str, Any]]:
-        """The engine's arguments for each text of a prompt; they get consecutive seeds."""
+        """Return the engine's arguments for each text of a prompt; the texts get consecutive seeds."""
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**64
         wanted = {
             "new_tokens": new_tokens,
@@ -112,24 +112,24 @@ class SamplingBody(BaseModel):
     def grammar(self) -> dict[str, Any]:
         """Return the schema or expression that the text must follow, as engines take it; {} allows any text.
 
-        Raises Refused where it asks for several, or for a schema that it does not hold.
+        Raises Refused for a request with several of them, or of type json_schema without a schema.
         """
         asked: list[dict[str, Any]] = []
         if self.response_format and self.response_format.type == "json_object":
             asked.append({"json": {"type": "object"}})
         elif self.response_format and self.response_format.type == "json_schema":
             if not self.response_format.json_schema:
-                raise Refused(400, "response_format has type json_schema and no json_schema: send the schema")
+                raise Refused(400, "response_format has type json_schema but no json_schema: send the schema")
             asked.append({"json": self.response_format.json_schema.json_schema})
         given = self.structured_outputs or StructuredOutputs()
         asked += [{"json": given.json_schema}] if given.json_schema is not None else []
         asked += [{"regex": given.regex}] if given.regex is not None else []
         if len(asked) > 1:
-            raise Refused(400, f"the request holds the text to {len(asked)} forms: send one schema or one regex")
+            raise Refused(400, f"the request constrains the text in {len(asked)} ways: send one schema or one regex")
         return asked[0] if asked else {}
 
     def check(self, *, num_prompts: int) -> None:
-        """Raises Refused for a request that this server cannot do as asked."""
+        """Raise Refused for a request that this server cannot serve as asked."""
         for name, value in (self.model_extra or {}).items():
             if name in LABELS:
                 continue
@@ -151,7 +151,7 @@ class CompletionRequest(SamplingBody):
 
     prompt: str | list[int] | list[str] | list[list[int]] = "<|endoftext|>"
     max_tokens: int | None = Field(
-        16, ge=0, description="0: nothing new, for the log-probabilities of an echoed prompt."
+        16, ge=0, description="0: generate nothing, only echo the prompt with its log-probabilities."
     )
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = False
@@ -172,17 +172,18 @@ class CompletionRequest(SamplingBody):
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """The best of several texts are found by their tokens' log-probabilities, so the engine must tell them."""
+        """Return `logprobs`, or 0 where best_of needs log-probabilities to find the best texts."""
         return 0 if self.logprobs is None and self.num_candidates > (self.n or 1) else self.logprobs
 
     def check(self, *, num_prompts: int) -> None:
         super().check(num_prompts=num_prompts)
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise Refused(
-                400, f"best_of = {self.best_of} is below n = {self.n}: it counts the texts that n are taken of"
+                400, f"best_of = {self.best_of} is below n = {self.n}: best_of counts the texts of which n are returned"
             )
         if self.stream and self.num_candidates > (self.n or 1):
-            raise Refused(400, "best_of cannot be streamed: the best text is known at the end. Leave out one of them")
+            why = "the best text is known only at the end"
+            raise Refused(400, f"best_of cannot be streamed, because {why}: leave out best_of or stream")
         if self.stream and self.echo and self.logprobs is not None:
             raise Refused(400, "echo with logprobs cannot be streamed: set stream to false")
 

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Serve until SIGTERM. The process ends with its supervisor, however that ends."""
+    """Serve until SIGTERM. The process ends with its supervisor, however the supervisor ends."""
     stop_with_parent()
     signal.signal(signal.SIGTERM, _interrupt)
     from tasks.serving.replicas import ReplicaTask
 
     task = ReplicaTask.model_validate_json(sys.stdin.buffer.read())
-    if local_process(task.supervisor) is None:  # it ended before this process asked to end with it
+    if local_process(task.supervisor) is None:  # the supervisor ended before this process asked to end with it
         return 1
     for inherited in (*task.listeners, task.status_pipe):
         os.set_inheritable(inherited, False)

@@ -1,8 +1,8 @@
 """`shardline serve --replicas N`: N server processes behind one port; one that dies is started again.
 
-This process opens the socket that all replicas accept connections from, so that what is queued there outlives each of
-them. (With sockets of their own and SO_REUSEPORT, the kernel would drop the queue of a replica that ends.) A pipe to
-each tells that it is ready, and, as the kernel closes it, that it has ended.
+This process opens the socket from which all replicas accept connections, so that queued connections outlive any
+replica. (With sockets of their own and SO_REUSEPORT, the kernel would drop the queue of a replica that ends.) Each
+replica writes to a pipe when it is ready; the kernel closes the pipe when the replica has ended.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from training.records.record import Record
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 5.0  # before a replica is started again that died before it was ready
-CLOSING_S = 10.0  # beyond serving.drain_s, for engines to end
+RETRY_S = 5.0  # seconds until a replica that died before it was ready is started again
+CLOSING_S = 10.0  # seconds after serving.drain_s for engines to end
 
 
 class ReplicaTask(Record):
-    """The task that a replica reads on its standard input: arguments would show a password in `tracking_uri`."""
+    """What a replica reads from its standard input, because arguments would show a password in `tracking_uri`."""
 
     number: int
     ref: str
@@ -48,10 +48,10 @@ class ReplicaTask(Record):
     url: str
     public_url: str
     supervisor: str
-    listeners: tuple[int, ...]  # open sockets that it inherits: the public one, and its own
+    listeners: tuple[int, ...]  # inherited file descriptors: of the public socket, and of the replica's own
     status_pipe: int
     load_lock: Path
-    wait_s: float  # before it loads the model
+    wait_s: float  # seconds before it loads the model
     config: ServeConfig
 
 
@@ -68,7 +68,7 @@ class ReplicaStatus(Record):
 class Replica:
     task: ReplicaTask
     private: socket.socket
-    gpus: str | None  # for CUDA_VISIBLE_DEVICES; None: as it is
+    gpus: str | None  # value of CUDA_VISIBLE_DEVICES; None: unchanged
     process: subprocess.Popen[bytes]
     pipe: IO[bytes]  # unbuffered, so that `select` sees every line
     is_ready: bool = False
@@ -90,9 +90,9 @@ def serve_by_replicas(
     servers_dir: Path | None,
     config: ServeConfig,
 ) -> None:
-    """Serve like tasks.serving.server.serve, by several processes; call it from the main thread.
+    """Serve like tasks.serving.server.serve, but with several processes; call it from the main thread.
 
-    Raises ValueError for too few GPUs too. The first replica starts alone: it downloads the version for all.
+    Also raises ValueError for too few GPUs. The first replica starts alone and downloads the version for all.
     """
     gpus = gpus_of_replicas(config.inference, replicas)
     threads = config.inference.threads or max(1, usable_cores() // (replicas * config.inference.degree))
@@ -130,9 +130,9 @@ def serve_by_replicas(
 
 
 def gpus_of_replicas(inference: InferenceConfig, replicas: int) -> list[str | None]:
-    """Return the CUDA_VISIBLE_DEVICES of each replica, `inference.degree` GPUs; None without GPUs to share out.
+    """Return CUDA_VISIBLE_DEVICES for each replica, with `inference.degree` GPUs; None if replicas use no GPUs.
 
-    Raises ValueError where there are too few.
+    Raises ValueError for too few GPUs.
     """
     gpus = gpus_here()
     if not gpus or inference.engine == "onnx":
@@ -141,7 +141,7 @@ def gpus_of_replicas(inference: InferenceConfig, replicas: int) -> list[str | No
     if replicas * each > len(gpus):
         raise ValueError(
             f"{replicas} replicas with {each} GPUs each (inference.degree) need {replicas * each}, and {len(gpus)} are "
-            "visible: take fewer replicas, or serve on the CPU with inference.engine=onnx"
+            "visible: start fewer replicas, or serve on the CPU with inference.engine=onnx"
         )
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = named[: len(gpus)] if named != [""] else [str(number) for number in range(len(gpus))]
@@ -159,7 +159,7 @@ def _start(task: ReplicaTask, *, private: socket.socket, gpus: str | None, metri
         stdin=subprocess.PIPE,
         pass_fds=[*task.listeners, theirs],
         env=environment,
-        start_new_session=True,  # a Ctrl-C in the terminal reaches only this process, which tells the replicas
+        start_new_session=True,  # a Ctrl-C in the terminal reaches only this process, which ends the replicas
     )
     os.close(theirs)
     assert process.stdin
@@ -169,7 +169,7 @@ def _start(task: ReplicaTask, *, private: socket.socket, gpus: str | None, metri
 
 
 def _ready(replica: Replica) -> ReplicaStatus:
-    """Wait until the replica is ready. Raises ValueError or RuntimeError, as it did, if it does not come to that."""
+    """Wait until the replica is ready. If it fails, raises ValueError for bad input, else RuntimeError."""
     status = replica.read_status()
     if status is None:
         raise RuntimeError(f"replica {replica.task.number} ended before it was ready: {_how_ended(replica)}")
@@ -180,10 +180,10 @@ def _ready(replica: Replica) -> ReplicaStatus:
 
 
 def _watch(replicas: list[Replica], *, metrics: Path) -> None:
-    """Wait until something is heard of a replica; if it has ended, start it again in its place."""
-    heard, _, _ = select.select([replica.pipe for replica in replicas], [], [])
+    """Wait until a replica reports its status or ends; restart one that has ended."""
+    readable, _, _ = select.select([replica.pipe for replica in replicas], [], [])
     for place, replica in enumerate(replicas):
-        if replica.pipe not in heard:
+        if replica.pipe not in readable:
             continue
         status = replica.read_status()
         if status is not None:
@@ -204,7 +204,7 @@ def _how_ended(replica: Replica) -> str:
 
 
 def _end(replicas: list[Replica], public: socket.socket, *, drain_s: float) -> None:
-    """End all at once: each finishes its requests; whatever still runs when the time is over is killed."""
+    """End all replicas together: each finishes its requests; replicas that still run after the deadline are killed."""
     public.close()  # so that new connections are refused as soon as the replicas accept none
     for replica in replicas:
         replica.process.terminate()

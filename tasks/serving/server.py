@@ -70,9 +70,9 @@ def follow_and_serve(
     announce: Callable[[str, int], None],
     load_lock: Path | None = None,
 ) -> None:
-    """Serve on open sockets until a signal. `announce`: called with model and version once they are loaded.
+    """Serve on open sockets until a signal. `announce`: called with model and version when the model is loaded.
 
-    `record`: published at `record_path`, with the model's name. `load_lock`: as AliasFollower has it.
+    `record`: published at `record_path`, with the model's name. `load_lock`: see AliasFollower.
     """
     with contextlib.ExitStack() as stack:
         follower = AliasFollower(

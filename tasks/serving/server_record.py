@@ -14,12 +14,12 @@ from training.records.record import Record
 class ServerRecord(Record):
     """A server, or one replica of a server."""
 
-    url: str  # at which this process answers, and no other
+    url: str  # address at which only this process answers
     ref: str  # the reference that it serves, e.g. quickstart@champion
     model: str
     process: str  # tasks.workspace.processes.process_key: differs from that of a later process with the same PID
-    public_url: str = ""  # a replica's: where clients reach it and the others
-    supervisor: str = ""  # a replica's: the process that starts it again; a signal to it ends all replicas
+    public_url: str = ""  # only for a replica: the address that clients use for all replicas
+    supervisor: str = ""  # only for a replica: the process that restarts it; a signal to that process ends all replicas
 
     @property
     def clients_url(self) -> str:
@@ -37,12 +37,12 @@ def published(path: Path, record: ServerRecord) -> Iterator[None]:
 
 
 def local_records() -> list[tuple[Path, ServerRecord]]:
-    """Return the records of this SHARDLINE_HOME whose processes are, or were, of this machine."""
+    """Return the records in this SHARDLINE_HOME of processes that run, or ran, on this machine."""
     found = []
     for path in sorted((home() / "servers").glob("*.json")):
         try:
             record = ServerRecord.read(path)
-        except FileNotFoundError:  # it has ended since
+        except FileNotFoundError:  # the server has ended meanwhile
             continue
         if is_local(record.process):
             found.append((path, record))

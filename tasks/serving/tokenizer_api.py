@@ -18,13 +18,13 @@ from tasks.serving.openai_requests import Message
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    model: str | None = None  # a server has one
+    model: str | None = None  # ignored, because a server has one model
 
 
 class TokenizeRequest(_Body):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
-    add_special_tokens: Literal[False] = False  # the server adds none to a prompt
+    add_special_tokens: Literal[False] = False  # the server adds no special tokens to a prompt
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -63,7 +63,7 @@ def add_tokenizer(app: FastAPI, follower: AliasFollower, text: TextService) -> N
 
     @app.get("/tokenizer_info")
     def tokenizer_info() -> dict[str, Any]:
-        """The token behind which documents start is the one that ends the document before."""
+        """Return special tokens and chat template. A document starts after the token that ends the document before."""
         with follower.current() as served:
             end = served.engine.tokenizer.id_to_token(served.engine.end_id)
             try:

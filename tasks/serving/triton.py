@@ -38,7 +38,7 @@ class TensorSpec:
 
 
 def write_repository(export_dir: Path, target: Path, *, name: str, version: int, config: TritonConfig) -> list[Path]:
-    """Writes the models for `tritonserver --model-repository` and returns their folders; other versions stay there.
+    """Write the models for `tritonserver --model-repository` and return their folders; other versions are kept.
 
     Raises ValueError if `export_dir` holds no export, or if GPUs are named for a model that runs on the CPU.
     """
@@ -50,7 +50,7 @@ def write_repository(export_dir: Path, target: Path, *, name: str, version: int,
         raise ValueError(f"gpus = {list(config.gpus)} with device = cpu: leave one of them out")
     exported = ExportedModel.read(export_dir / "export.json")
     folders = []
-    # A batch graph writes its cache where it lies: Triton has no such inputs.
+    # A batch graph writes to its cache in place, which Triton's inputs do not allow.
     portable = [graph for graph in exported.parity.graphs if graph.graph != "batch"]
     if not portable:
         why = exported.skipped.get("onnx", "the export was made without them")
@@ -78,7 +78,7 @@ def weights_file(precision: str) -> str:
 
 
 def _place(source: Path, target: Path, files: Mapping[str, str]) -> None:
-    """Links the files if both folders are on one disk, so that weights take no more room; else copies them."""
+    """Link the files if both folders are on one disk, so that weights take no more space; else copy them."""
     target.mkdir(parents=True, exist_ok=True)
     for name, wanted in files.items():
         temporary = target / f".{wanted}.part"
@@ -91,7 +91,7 @@ def _place(source: Path, target: Path, files: Mapping[str, str]) -> None:
 
 
 def onnx_tensors(path: Path) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Inputs and outputs of an exported graph, whose first dimension is always the batch."""
+    """Return inputs and outputs of an exported graph, whose first dimension is always the batch."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -109,7 +109,7 @@ def onnx_tensors(path: Path) -> tuple[list[TensorSpec], list[TensorSpec]]:
 def model_config(
     name: str, backend: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], config: TritonConfig
 ) -> dict[str, Any]:
-    """A ModelConfig message (model_config.proto) as nested dicts and lists."""
+    """Return a ModelConfig message (model_config.proto) as nested dicts and lists."""
     settings: dict[str, Any] = {
         "name": name,
         "backend": backend,
@@ -127,7 +127,7 @@ def model_config(
 
 
 def has_cache(inputs: Sequence[TensorSpec]) -> bool:
-    """Whether these are a decode graph's: it takes the keys and values of the text so far."""
+    """Return whether these are inputs of a decode graph, which takes the keys and values of the text so far."""
     return any(tensor.name == "attention_mask" for tensor in inputs)
 
 
@@ -136,16 +136,16 @@ def _tensor(tensor: TensorSpec) -> dict[str, Any]:
 
 
 def _instances(backend: str, config: TritonConfig, *, has_cache: bool) -> dict[str, Any]:
-    """The instance group. TensorRT needs a GPU; KIND_AUTO takes every GPU of the host, or the CPU."""
+    """Return the instance group. TensorRT needs a GPU; KIND_AUTO uses every GPU of the host, or else the CPU."""
     kind = "gpu" if config.gpus or backend == "tensorrt" else config.device
     group: dict[str, Any] = {"kind": EnumValue(f"KIND_{kind.upper()}"), "count": config.instances}
-    if backend == "tensorrt" and has_cache:  # without their numbers Triton's instances have the first profile only
+    if backend == "tensorrt" and has_cache:  # instances use only the first profile if none is listed
         group["profile"] = ["0", "1"]
     return group | ({"gpus": list(config.gpus)} if config.gpus else {})
 
 
 def _warm_up(inputs: Sequence[TensorSpec], batch: int) -> dict[str, Any]:
-    """A batch of zeros: texts of 8 tokens, or one token behind a cache of 8; the mask covers both."""
+    """Return a batch of zeros: texts of 8 tokens, or one token after a cache of 8; the mask covers both."""
     new = 1 if has_cache(inputs) else WARM_UP_TOKENS
 
     def sizes(tensor: TensorSpec) -> list[int]:
@@ -167,7 +167,7 @@ def _warm_up(inputs: Sequence[TensorSpec], batch: int) -> dict[str, Any]:
 
 
 def text_format(message: Mapping[str, Any], indent: str = "") -> str:
-    """Writes nested messages in Protobuf's text format; lists of messages become repeated fields."""
+    """Write nested messages in Protobuf's text format; lists of messages become repeated fields."""
     lines = []
     for key, value in message.items():
         for one in value if isinstance(value, list) and value and isinstance(value[0], Mapping) else [value]:

@@ -36,14 +36,14 @@ def test_the_engine_follows_from_what_is_asked_for_and_from_the_gpus() -> None:
     assert chosen(parallel="data", degree=2)[0] == "torch"
     assert chosen(engine="torch")[0] == "torch"
     assert chosen(has_decode_graph=False)[0] == "torch"
-    with pytest.raises(ValueError, match=r"needs ranks of torch: set inference\.engine=torch"):
+    with pytest.raises(ValueError, match=r"needs the torch engine: set inference\.engine=torch"):
         chosen(engine="onnx", parallel="tensor", degree=2)
 
 
 def test_without_torch_gpus_are_not_used_and_torch_is_refused_with_the_cure() -> None:
     name, why = chosen(gpus=1, has_torch=False)
-    assert (name, "1 GPU: H100, but there is no torch" in why) == ("onnx", True)
-    with pytest.raises(ValueError, match=r"asked for by inference\.engine: that needs torch.*EXTRAS=serve,train"):
+    assert (name, "1 GPU: H100, but torch is not installed" in why) == ("onnx", True)
+    with pytest.raises(ValueError, match=r"asked for by inference\.engine.*torch is not installed.*EXTRAS=serve,train"):
         chosen(engine="torch", has_torch=False)
 
 
@@ -76,7 +76,7 @@ def test_the_fastest_precision_that_passed_serves_and_the_log_says_why(
     skipped = {"batch_int4.onnx": "perplexity rises by 2.00%"}
     record.model_copy(update={"skipped": skipped}).write(folder / "export.json")
     with pytest.raises(
-        ValueError, match=r"has no batch_int4.onnx \(perplexity rises by 2.00%\): take inference.precision=fp32"
+        ValueError, match=r"has no batch_int4.onnx \(perplexity rises by 2.00%\): set inference.precision=fp32"
     ):
         open_engine(folder, InferenceConfig(engine="onnx", precision="int4"))
     with pytest.raises(ValueError, match=r"inference.precision = int8: torch cannot run"):
@@ -178,5 +178,5 @@ def test_the_command_completes_a_file_and_says_how_much(
     expected = TextGenerator(champion.exported / "export").generate("def ", new_tokens=4, temperature=0)
     first, second = (json.loads(line) for line in out.read_text().splitlines())
     assert first["completion"] == expected
-    assert 'no JSON object with a text "prompt"' in second["error"]
+    assert 'not a JSON object with a text "prompt"' in second["error"]
     assert "2 completions by tiny version 1, 1 with an error; 2 made now" in capsys.readouterr().out

@@ -223,7 +223,7 @@ def text_by_a_grammar(client: openai.OpenAI) -> None:
     held = {"structured_outputs": {"regex": pattern}}
     number = client.completions.create(model="tiny", prompt="x", max_tokens=20, extra_body=held)
     assert re.fullmatch(pattern, number.choices[0].text)
-    with pytest.raises(openai.BadRequestError, match="text cannot be held to this regex"):
+    with pytest.raises(openai.BadRequestError, match="text cannot be constrained by this regex"):
         client.completions.create(model="tiny", prompt="x", extra_body={"structured_outputs": {"regex": "(("}})
 
 
