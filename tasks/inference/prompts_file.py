@@ -178,7 +178,7 @@ def _parsed(line: str) -> dict[str, Any]:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         return {"line": line, "error": 'not a JSON object with a text "prompt"'}
     for name in ("new_tokens", "top_k", "seed"):
-        if not isinstance(row.get(name, 0), int):
+        if type(row.get(name, 0)) is not int:  # true and false are not
             return {**row, "error": f"{name} = {row[name]!r} is not a whole number"}
     return row
 

@@ -143,7 +143,8 @@ class AliasFollower:
             if self._previous is None or self._previous.version != number:
                 self._release_previous()
                 self._previous = self._load(f"{self.served.name}/{number}")
-            assert self._previous.acquire(), "only the holder of this lock retires it"
+            if not self._previous.acquire():
+                raise RuntimeError("the previous version was closed by another thread, which does not hold the lock")
             return self._previous
 
     def _release_previous(self) -> None:

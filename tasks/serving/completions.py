@@ -150,7 +150,7 @@ class TextService:
             limit = (
                 f"only {stream.new_tokens} tokens were generated within {self.limits.timeout_s:g} s (serving.timeout_s)"
             )
-            raise Refused(504, f"{limit}: ask for fewer, or stream them")
+            raise Refused(504, f"{limit}: ask for fewer, or have the server's operator raise that limit")
 
     def check_prompt(self, prompt: Prompt) -> None:
         limit = self.limits.max_prompt_chars

@@ -113,6 +113,7 @@ def test_a_file_is_completed_in_order_and_goes_on_where_it_was_interrupted(expor
     texts = ["def add(a", "x", "return " * 4, "y"]
     lines = [json.dumps({"prompt": text, "id": f"row {text}"}) for text in texts]
     lines += ["not json", '{"prompt": "z", "temperature": -1}', '{"prompt": "z", "new_tokens": 3}', '"z"']
+    lines += ['{"prompt": "z", "seed": true}']
     prompts.write_text("\n".join(lines) + "\n")
 
     def made(engine: Mortal, model: str = "m version 1") -> GeneratedFile:
@@ -138,10 +139,11 @@ def test_a_file_is_completed_in_order_and_goes_on_where_it_was_interrupted(expor
             "tokens": row["tokens"],
             "finish_reason": row["finish_reason"],
         }
-    assert [("error" in row) for row in rows] == [False] * 4 + [True, True, False, True]
+    assert [("error" in row) for row in rows] == [False] * 4 + [True, True, False, True, True]
     assert "temperature = -1" in rows[5]["error"]
     assert rows[6]["tokens"] <= 3
-    assert (record.rows, record.failed) == (8, 3)
+    assert "seed = True is not a whole number" in rows[8]["error"]
+    assert (record.rows, record.failed) == (9, 4)
     assert not (tmp_path / "out.jsonl.part").exists()
 
     third = Mortal(export)
