@@ -18,9 +18,11 @@ LAST_LINES = 25
 PEER_IS_GONE = re.compile(
     r"Connection (closed|reset|refused|was likely closed)|Broken pipe|connectFullMesh|remote process exited|"
     r"NCCL (WARN|error|communicator was aborted)|ncclRemoteError|DistNetworkError|DistStoreError|No route to host|"
-    r"Network is unreachable|Socket (Timeout|closed)|failed to recv, got 0 bytes|Stale file handle",
+    r"Network is unreachable|Socket (Timeout|closed)|failed to recv, got 0 bytes|Stale file handle|"
+    r"Address already in use|EADDRINUSE",
     re.IGNORECASE,
 )
+PORT_IN_USE = re.compile(r"Address already in use|EADDRINUSE", re.IGNORECASE)
 TIMED_OUT = re.compile(r"timed? ?out|collective operation timeout|watchdog (hang|got stuck)", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|CUDA (driver )?error: out of memory|Triton Error \[CUDA\]: out of memory|"
@@ -81,6 +83,11 @@ def cure_of(cause: Cause, error: str) -> str | None:
     """Return the cure of the failure, for the user; None if the error itself is enough."""
     if SHARED_MEMORY_FULL.search(error):
         return "/dev/shm of the container is full: raise launch.shm_gib"
+    if PORT_IN_USE.search(error):
+        return (
+            "another program listens at the port where ranks meet: stop it (`ss -ltnp` there shows it), or set "
+            "another launch.port"
+        )
     return CURES.get(cause)
 
 

@@ -171,6 +171,7 @@ class SlurmLauncher:
         self.ranks_send_metrics = "MLFLOW_RUN_ID" in self.tracking[0]
         self.standbys: dict[str, Standby] = {}  # host's name -> standby
         self.numbers = count(1)
+        self.port_numbers = count()
 
     @property
     def signals_are_the_users(self) -> bool:
@@ -185,8 +186,12 @@ class SlurmLauncher:
         return hosts_of(self.launch, self.allocation)
 
     def master_port(self) -> int:
-        """Return a port that depends on the job, because jobs may share a node."""
-        return PORTS[(self.launch.port - PORTS.start + int(self.allocation.job_id) % 1000) % len(PORTS)]
+        """Return a port that depends on the job, because jobs may share a node.
+
+        Each attempt has another one, because a program of somebody else may listen at the last one.
+        """
+        number = int(self.allocation.job_id) % 1000 + 1000 * next(self.port_numbers)
+        return PORTS[(self.launch.port - PORTS.start + number) % len(PORTS)]
 
     def take_over(self) -> None:
         end_earlier_attempt(self.run_dir, grace_s=grace_s(read_plan(self.run_dir)))

@@ -5,7 +5,9 @@ What other hosts do too is in tests/failures.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,22 @@ def test_a_draining_node_and_a_restart_of_slurmctld_disturb_nothing(
     rows = at_step(STRIKE, strike), at_step(STEPS - 4, cluster.start_controller)
     train(run_dir, on_row=lambda row: [look(row) for look in rows] and None)
     assert causes(run_dir) == ["done"]
+    assert curve(run_dir) == expected
+    slurm.assert_nothing_is_left(run_dir)
+
+
+def test_a_program_that_listens_where_ranks_meet_costs_an_attempt(slurm: Slurm, make: Make) -> None:
+    """Whatever the number of the job, which decides the port of the first attempt."""
+    first_port = 21_000
+    run_dir, expected = make("occupied", launch__port=first_port)
+    with ExitStack() as others:
+        for job in range(1, 40):
+            others.enter_context(socket.create_server(("127.0.0.1", first_port + job)))
+        train(run_dir)
+    first, second = attempts_of(run_dir)
+    assert (first["ending"]["cause"], first["ending"]["host"]) == ("network", "node0")
+    assert "Address already in use" in first["ending"]["detail"]
+    assert second["ending"]["cause"] == "done"
     assert curve(run_dir) == expected
     slurm.assert_nothing_is_left(run_dir)
 

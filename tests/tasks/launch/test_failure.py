@@ -112,6 +112,7 @@ HUNG = "Terminating the process after attempting to dump debug info, due to Proc
         ("ConnectionRefusedError: [Errno 111] Connection refused", "network"),
         ("OSError: [Errno 101] Network is unreachable", "network"),
         ("RuntimeError: Socket closed", "network"),
+        ("OSError: [Errno 98] Address already in use (while attempting to bind on address ('', 29401))", "network"),
         ("OSError: [Errno 116] Stale file handle: '/home/runs/a/checkpoints/10'", "network"),
         ("std::bad_alloc", "out of memory"),
         # The texts of CUDA's errors are cudaGetErrorString's (CUDA runtime API, cudaError).

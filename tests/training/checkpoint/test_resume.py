@@ -40,6 +40,11 @@ LONG = (
     "unlike",
     "dp x pp",
     "zero3 offload",
+    "dp x tp x pp",
+    "fsdp x tp x pp",
+    "zero1 x sp x pp",
+    "fsdp x cp x sp",
+    "hsdp x tp",
 )
 
 
