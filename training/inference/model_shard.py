@@ -154,7 +154,7 @@ def load_shard(
             piece = whole if cut is None or tensor is None else cut.take(whole, tensor)
             if piece.shape != parameter.shape:
                 raise ValueError(
-                    f"{saved} in {folder} is {list(piece.shape)}, but by its config.json {list(parameter.shape)}"
+                    f"{saved} in {folder} is {list(piece.shape)}, but its config.json needs {list(parameter.shape)}"
                 )
             parameter.copy_(piece)
     return model

@@ -99,5 +99,5 @@ def test_a_rank_that_cannot_load_says_why(exported_run: Path, tmp_path: Path) ->
     config = json.loads((exported_run / "export" / "config.json").read_text())
     (export / "config.json").write_text(json.dumps({**config, "intermediate_size": 8}))
     (export / "model.safetensors").symlink_to(exported_run / "export" / "model.safetensors")
-    with pytest.raises(RuntimeError, match=r"did not start.*ValueError: .*config.json means"):
+    with pytest.raises(RuntimeError, match=r"did not start.*ValueError: .*config.json needs"):
         TorchEngine(export, InferenceConfig())
