@@ -63,8 +63,11 @@ def _decoder(model: Any) -> Any:
     beam = ops.parameter([-1], openvino.Type.i32, name="beam_idx")
     beam.output(0).get_tensor().set_names({"beam_idx"})
     converted.add_parameters([beam])
+    heads = model.config.num_key_value_heads
     for port in converted.inputs:
         if port.any_name.startswith("past_key_values."):
+            # Its converter leaves the heads open, and its paged attention then assumes one.
+            port.get_node().set_partial_shape(openvino.PartialShape([-1, heads, -1, port.partial_shape[3]]))
             readers = list(port.get_target_inputs())
             rows = ops.gather(port, beam, ops.constant(np.int64(0)))
             for reader in readers:
