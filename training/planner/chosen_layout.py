@@ -270,19 +270,27 @@ def _why_fewer_bytes(ranking: Ranking) -> list[str]:
 
 
 def _why_kept(config: RunConfig, ranking: Ranking) -> list[str]:
-    """Return sentences on when sharded weights are gathered and gradients reduced, for fields that are left open."""
+    """Return sentences on when weights are gathered and gradients reduced: where it is left open, or has no effect."""
     best, parallel = ranking.fitting[0], config.parallel
     left_open = {
         "keeps_weights": ("reshard_after_forward", "on", "off", "keep weights gathered throughout a step"),
         "reduces_last": ("reduce_gradients", "each", "last", "reduce gradients once a step"),
     }
     reasons = []
+    is_sharded = best.layout.strategy in IN_SHARDS and best.layout.pp == 1
     for flag, (field, plain, taken, what) in left_open.items():
+        asked = getattr(parallel, field)
+        if asked != "auto" and not is_sharded:
+            stages = f" in {best.layout.pp} pipeline stages" if best.layout.pp > 1 else ""
+            reasons.append(
+                f"{field} {asked}: has no effect, because {best.layout.strategy}{stages} was chosen; "
+                "parallel.strategy=fsdp with parallel.pp=1 would use it"
+            )
         is_taken = getattr(best.layout, flag)
         flipped: dict[str, Any] = {flag: not is_taken}
         same = replace(best.layout, **flipped)
         other = next((each for each in (*ranking.fitting, *ranking.unfitting) if each.layout == same), None)
-        if getattr(parallel, field) != "auto" or other is None:
+        if asked != "auto" or other is None:
             continue
         gib = abs(other.needed_gib - best.needed_gib)
         if is_taken and other.fits:

@@ -103,6 +103,9 @@ def test_parameters_on_the_host_never_go_with_what_keeps_them_whole(asked: dict[
     assert planned(LLAMA_8B, "1x8xRTX-4090").offload == "parameters"
     plan = planned(LLAMA_8B, "1x8xRTX-4090", **asked)
     assert plan.offload != "parameters"
+    (field, value), *_ = asked.items()
+    why = f"{field} {value}: has no effect, because {plan.strategy} in {plan.mesh['pp']} pipeline stages was chosen"
+    assert any(reason.startswith(why) for reason in plan.reasons)
     assert planned(LLAMA_8B, "1x8xRTX-4090", **plan.chosen["parallel"]).mesh == plan.mesh
 
 
