@@ -38,7 +38,7 @@ CLOSING_S = 10.0  # seconds after serving.drain_s for engines to end
 
 
 class ReplicaTask(Record):
-    """What a replica reads from its standard input, because arguments would show a password in `tracking_uri`."""
+    """The task of a replica, sent over its standard input, because arguments would show `tracking_uri`'s password."""
 
     number: int
     ref: str

@@ -104,7 +104,7 @@ def choose_layout(
     *,
     measurements: Sequence[Measurement] = (),
 ) -> ChosenLayout:
-    """The best layout that fits. Raises ValueError, with the numbers and the cure, if none does.
+    """Return the best layout that fits. Raises ValueError, with the numbers and the cure, if none does.
 
     Unlike devices are priced in the precision that they have in common, as for the slowest of them.
     """
@@ -119,15 +119,7 @@ def choose_layout(
     ranking = rank_layouts(possible, shape, inventory, precision=common, corrections=corrections)
     if not ranking.fitting:
         raise DoesNotFit(_does_not_fit(ranking, inventory)) if ranking.unfitting else ValueError(ranking.refused[0])
-    why_network: tuple[str, ...] = ()
-    fewer = faster_on_fewer_hosts(config, shape, inventory, ranking, precision=common, corrections=corrections)
-    if fewer is not None:
-        why_network = (
-            _why_fewer_hosts(config, ranking, fewer, inventory),
-            *_less_sent(config, shape, inventory, fewer, corrections),
-        )
-        if config.parallel.strategy == "auto":
-            ranking, inventory = fewer.ranking, fewer.inventory
+    ranking, inventory, why_network = _on_fewer_hosts(config, shape, inventory, ranking, common, corrections)
     best = ranking.fitting[0]
     layout, mesh = best.layout, Mesh(best.layout.strategy, best.layout.tp, best.layout.pp, best.layout.cp)
     check_communication(config, dp=layout.gradient_ranks, precision="fp16" if precision.scales_loss else common)
@@ -157,6 +149,27 @@ def choose_layout(
         priced=priced.model_copy(update={"layout": describe_kind(config, layout)}) if priced.machine else None,
         reasons=reasons,
     )
+
+
+def _on_fewer_hosts(
+    config: RunConfig,
+    shape: ModelShape,
+    inventory: Inventory,
+    ranking: Ranking,
+    precision: Precision,
+    corrections: Corrections,
+) -> tuple[Ranking, Inventory, tuple[str, ...]]:
+    """Return the ranking and the hosts to use: fewer hosts if they are faster and the strategy is open; and why."""
+    fewer = faster_on_fewer_hosts(config, shape, inventory, ranking, precision=precision, corrections=corrections)
+    if fewer is None:
+        return ranking, inventory, ()
+    why = (
+        _why_fewer_hosts(config, ranking, fewer, inventory),
+        *_less_sent(config, shape, inventory, fewer, corrections),
+    )
+    if config.parallel.strategy == "auto":
+        return fewer.ranking, fewer.inventory, why
+    return ranking, inventory, why
 
 
 def resolve(config: RunConfig, layout: Layout, *, group_ranks: int) -> RunConfig:

@@ -95,15 +95,13 @@ def make_plan(
         device_kind=inventory.device_kind,
         **chosen.plan_fields(),
         **split.plan_fields(),
+        **run.plan_fields(),
         **text,
         precision_by_device=dict(chosen.precision.own) if len({*split.precisions}) > 1 else {},
         hosts=tuple(host.name for host in hosts),
         idle_hosts=tuple(host.name for host in inventory.hosts[len(hosts) :]),
         threads_per_rank=threads,
         compiled=compiled,
-        steps=run.steps,
-        steps_in_time=run.in_time,
-        sequences=run.sequences,
         predicted=predicted,
         reasons=(*reasons, *chosen.reasons, *why_precision, *split.reasons, *why_compile),
     )
@@ -117,6 +115,10 @@ class RunLength:
     in_time: int
     sequences: int
     why: str
+
+    def plan_fields(self) -> dict[str, int]:
+        """Return the fields of a RunPlan that the length decides."""
+        return {"steps": self.steps, "steps_in_time": self.in_time, "sequences": self.sequences}
 
 
 def _run_length(config: RunConfig, epoch: Sequence[Epoch] | None, *, step_s: float, steps_in_time: int) -> RunLength:
