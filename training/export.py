@@ -106,13 +106,12 @@ def _write_export(
 ) -> ExportedModel:
     checkpoint, why = run_dir / result.checkpoint, why_no_graphs(plan)
     shutil.copytree(Path(plan.shards_dir) / "tokenizer", folder, dirs_exist_ok=True)
-    hashes: dict[str, str] = {}
+    progress.begin("writing the Hugging Face files")
+    hashes = _copy_huggingface(plan, checkpoint, folder)
     model = None
     if why:
-        logger.warning("copying the weights without ONNX graphs: %s", why)
-        progress.begin("copying the weights")
+        logger.warning("copied the weights without ONNX graphs: %s", why)
         parity, skipped = _without_graphs(plan), {"onnx": why}
-        hashes = _copy_huggingface(plan, checkpoint, folder)
     else:
         model, parity, skipped = _with_graphs(plan, checkpoint, folder, progress)
         if no_tensorrt := why_no_tensorrt():
@@ -165,15 +164,14 @@ def why_no_graphs(plan: RunPlan) -> str:
 def _with_graphs(
     plan: RunPlan, checkpoint: Path, folder: Path, progress: Progress
 ) -> tuple[Any, ParityReport, dict[str, str]]:
-    """Write the Hugging Face files and the graphs: the model, their parity with it, and what is left out and why."""
+    """Write the graphs of the Hugging Face files in `folder`: the model, their parity with the checkpoint's model, and
+    what is left out and why.
+    """
     causal = plan.config.objective == "causal"
     with quiet():
-        model = load_model(checkpoint, plan).hf
-        progress.begin("writing the Hugging Face files")
-        save_huggingface(model, folder, end_id=plan.end_id, causal=causal)
-        reloaded = load_model(folder, plan).hf
         progress.begin("writing the ONNX graphs")
-        skipped = save_graphs(reloaded, folder, causal=causal)
+        exported = load_model(folder, plan).hf
+        skipped = save_graphs(exported, folder, causal=causal)
         if "fp16" in plan.config.export.precisions:
             half = load_model(folder, plan, dtype=torch.float16).hf
             skipped |= save_graphs(half, folder, precision="fp16", causal=causal)
@@ -182,14 +180,16 @@ def _with_graphs(
                 progress.begin(f"quantizing to {precision}")
                 skipped |= save_quantized(folder, precision)
     progress.begin("comparing the logits of the graphs with torch's")
-    parity, out_of_bounds = check_parity(model, reloaded, folder, plan=plan)
+    with quiet():
+        trained = load_model(checkpoint, plan).hf
+    parity, out_of_bounds = check_parity(trained, exported, folder, plan=plan)
     for name in out_of_bounds:
         remove_graph(folder / name)
-    return model, parity, skipped | out_of_bounds
+    return exported, parity, skipped | out_of_bounds
 
 
 def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> dict[str, str]:
-    """Write what `save_huggingface` does without holding the model in memory: the weights' hashes, by file.
+    """Write the files that save_pretrained would, without holding the model in memory: the weights' hashes, by file.
 
     Raises ValueError if the checkpoint lacks a weight of the model, or has one that is not finite.
     """
@@ -204,7 +204,12 @@ def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> dict[str
         model.generation_config = GenerationConfig.from_pretrained(
             checkpoint, config_file_name="config.json", _from_model_config=True
         )
-    set_generation(model, end_id=plan.end_id, causal=plan.config.objective == "causal")
+    if plan.config.objective == "causal":
+        model.config.use_cache = True  # training switched it off
+        model.generation_config.use_cache = True
+        model.generation_config.eos_token_id = plan.end_id
+        if model.generation_config.pad_token_id is None:
+            model.generation_config.pad_token_id = plan.end_id
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     if model.can_generate():
@@ -226,22 +231,6 @@ def _with_engines(exported: ExportedModel, folder: Path, *, plan: RunPlan) -> Ex
         exported = exported.model_copy(update={"skipped": {**exported.skipped, "tensorrt": str(error)}})
         exported.write(folder / "export.json")
     return exported
-
-
-def save_huggingface(model: Any, folder: Path, *, end_id: int, causal: bool) -> None:
-    """config.json, model.safetensors and, for causal models, a generation_config.json that ends at `end_id`."""
-    set_generation(model, end_id=end_id, causal=causal)
-    model.save_pretrained(folder)
-
-
-def set_generation(model: Any, *, end_id: int, causal: bool) -> None:
-    """Let a causal model generate with its cache, until `end_id`."""
-    if causal:
-        model.config.use_cache = True  # training switched it off
-        model.generation_config.use_cache = True
-        model.generation_config.eos_token_id = end_id
-        if model.generation_config.pad_token_id is None:
-            model.generation_config.pad_token_id = end_id
 
 
 @contextlib.contextmanager

@@ -60,7 +60,11 @@ def test_onnx_and_saved_folder_give_the_checkpoints_logits(exported: Path, shape
     auto_class = AUTO_CLASS[exported.name]
     expected = torch_logits(auto_class.from_pretrained(exported / "checkpoints" / "8"), ids)
     assert expected.shape == (*shape, VOCAB)
-    assert np.array_equal(torch_logits(auto_class.from_pretrained(exported / "export"), ids), expected)
+    checkpoint, export = (TensorFiles(exported / name, "model") for name in ("checkpoints/8", "export"))
+    assert {*checkpoint} == {*export}
+    assert all(torch.equal(export[name], tensor) for name, tensor in checkpoint.items())
+    # Where the tensors begin in a file changes how products are rounded.
+    assert np.abs(torch_logits(auto_class.from_pretrained(exported / "export"), ids) - expected).max() < 1e-6
     assert np.abs(onnx_logits(exported / "export", ids) - expected).max() < 1e-4
 
 
@@ -79,7 +83,7 @@ def test_the_record_names_every_file_with_its_hash(exported: Path) -> None:
     assert {graph.positions for graph in record.parity.graphs} == {8 * 32 + 1 + 32 + 16 + 11}
     assert all(graph.perplexity == pytest.approx(graph.torch_perplexity, rel=1e-5) for graph in record.parity.graphs)
     assert record.parity.passed
-    assert record.parity.reload_logit_difference == 0
+    assert record.parity.reload_logit_difference < 1e-6
     assert not (exported / "export.part").exists()
 
 
@@ -200,19 +204,15 @@ def test_a_checkpoint_that_was_exchanged_after_training_is_not_exported(tmp_path
     assert not (run_dir / "export").exists()
 
 
-@pytest.mark.parametrize(
-    ("up_to_gib", "words"),
-    [pytest.param(32, "differs from torch by up to nan", marks=pytest.mark.slow), (0, "is not finite")],
-)
-def test_weights_that_are_not_finite_are_refused(up_to_gib: float, words: str, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    run_dir = tiny_run(tmp_path / "run", architecture="bert", onnx_up_to_gib=up_to_gib)
+    run_dir = tiny_run(tmp_path / "run", architecture="bert")
     weights = run_dir / "checkpoints" / "8" / "model.safetensors"
     tensors = load_file(weights)
     tensors["bert.embeddings.LayerNorm.weight"][3] = float("nan")
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match="is not finite"):
         export_run(run_dir)
     assert not (run_dir / "export").exists()
 
