@@ -54,9 +54,11 @@ def test_the_page_leads_to_a_champion_a_verdict_and_a_skipped_night(servers: Loc
     assert parameters["config"]["name"] == NAME
 
     def night() -> tuple[dict[str, Any], dict[str, str]]:
-        """The flow run at its end, and its artifacts by key."""
+        """The flow run at its end, and the artifacts of it and of its subflow run, by key."""
         run = servers.wait(servers.submit("pretrain-nightly", **parameters), timeout_s=NIGHT_S)
-        shown = servers.prefect("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}})
+        inner = servers.prefect("/flow_runs/filter", {"flow_runs": {"parent_flow_run_id": {"any_": [run["id"]]}}})
+        ids = [run["id"], *(one["id"] for one in inner)]
+        shown = servers.prefect("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": ids}}})
         return run, {artifact["key"]: artifact["data"] for artifact in shown}
 
     def champion() -> int:
