@@ -124,6 +124,7 @@ def test_a_secret_comes_from_its_file_and_only_from_a_folder_of_secrets(tmp_path
         with_secrets({"C_FILE": f"{folder}/missing"})
 
 
+@pytest.mark.slow
 def test_a_pool_of_containers_needs_a_daemon_and_stays_chosen(tmp_path: Path) -> None:
     init = [sys.executable, "-m", "flows.cli", "stack", "init", str(tmp_path / "stack")]
     nowhere = os.environ | {"DOCKER_HOST": f"unix://{tmp_path}/nowhere.sock"}

@@ -75,6 +75,7 @@ def test_a_base_images_own_torch_stands_in_for_ours_unless_it_is_too_old() -> No
         without_torch(requirements, torch="2.9.1+cu130")
 
 
+@pytest.mark.slow
 def test_what_a_base_image_pins_for_its_own_packages_does_not_bind_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_a_document_that_is_cut_between_chunks_has_the_same_tokens(tmp_path: Pat
     assert shards.split_rule == expected.split_rule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["line", "paragraph"])
 def test_the_split_does_not_depend_on_the_size_of_chunks(tmp_path: Path, unit: str) -> None:
     source = big_text(tmp_path / "a.txt")

@@ -146,6 +146,7 @@ MISTAKES: dict[str, tuple[object, str, Callable[..., object] | float, tuple[str,
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_recovery_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, name, wrong, kinds, words = MISTAKES[mistake]

@@ -139,6 +139,7 @@ def test_it_follows_the_alias_with_a_process_for_each_version(
     assert 'shardline_generated_tokens_total{model="tiny",version="2"} ' in figures
 
 
+@pytest.mark.slow
 def test_vllm_ends_with_a_server_that_is_killed(
     champion: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

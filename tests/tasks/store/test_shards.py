@@ -122,6 +122,7 @@ def test_shards_that_were_copied_in_part_are_not_found(s3: S3Server, corpus: Pat
     assert find_shards(store, tmp_path / "there" / made.name)
 
 
+@pytest.mark.slow
 def test_the_cache_stays_within_its_bound_and_the_batches_are_the_same(
     s3: S3Server, corpus: Path, tmp_path: Path
 ) -> None:

@@ -244,6 +244,7 @@ def test_a_run_of_results_is_brought_with_them_only_if_its_checkpoint_is_there(
         assert f"{prefix}result.json" not in s3.keys(prefix)
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_ends_the_run_before_it_begins(s3: S3Server, url: str, home: Path) -> None:
     check_store(config_of(url), "verses-1")
     with pytest.raises(ValueError, match=r"store\.url = s3://no-such-bucket/x refuses a file"):

@@ -69,6 +69,7 @@ def test_a_run_that_changes_its_layout_every_few_steps_is_the_run_of_one_process
     assert max((expected[name] - got[name]).abs().max().item() for name in expected) < WEIGHT_BOUND
 
 
+@pytest.mark.slow
 def test_tp_peers_drop_the_same_units_after_a_resume(
     make_run: Callable[..., Path],
 ) -> None:

@@ -194,6 +194,7 @@ def on_full_disk(plan_path: Path, kind: str) -> Ranks:
     return Ranks(plan_path, program="tests.programs.full_disk")
 
 
+@pytest.mark.slow
 def test_two_ranks_survive_a_disk_that_is_full_for_a_while_on_one_of_them(make_run: Callable[..., Path]) -> None:
     plan_path = make_run("two-ranks-for-a-while", ranks=2, train__steps=30, checkpoint__every_steps=10)
     ranks = on_full_disk(plan_path, "until-reported")

@@ -59,6 +59,7 @@ def test_one_rank_agrees_with_an_independent_timing(tmp_path: Path) -> None:
 
 
 @on_cpu
+@pytest.mark.slow
 def test_two_ranks_measure_themselves_and_the_link_between_them(measured_hardware: Path) -> None:
     (entry,) = HardwareCache.read(measured_hardware).entries
     measured = entry.measured

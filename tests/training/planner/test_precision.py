@@ -50,6 +50,7 @@ def test_each_kind_of_device_gets_the_precision_that_the_config_names() -> None:
     assert reason(plan, f"precision: with fp16 on all devices a step would take {gain:.2f}x as long")
 
 
+@pytest.mark.slow
 def test_own_precisions_are_chosen_where_they_are_faster() -> None:
     """Beside a P100, which has no fast 16 bits, an A100 would compute in tf32; beside a V100 as fast in fp16."""
     plan = planned(unlike("P100-16GB-SXM"))

@@ -129,7 +129,7 @@ def test_ranks_that_accumulate_and_clip_equal_one_process(
 @pytest.mark.parametrize("packing", ["documents", "uneven"])
 @pytest.mark.parametrize(
     "layout",
-    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp x tp", "zero2", "unlike", "cp")), "pp"],
+    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp x tp", "zero2", "unlike", "cp", "pp"))],
 )
 def test_document_masks_padding_and_an_uneven_last_batch(
     layout: str, packing: str, alone: Callable[..., Path], make_run: Callable[..., Path]
@@ -166,7 +166,7 @@ def test_other_architectures_have_tensor_and_pipeline_plans(
 
 
 @pytest.mark.parametrize(
-    "layout", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "unlike")), "pp"]
+    "layout", ["pp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tp", "unlike"))]
 )
 def test_an_untied_head_is_a_matrix_of_its_own(
     layout: str, alone: Callable[..., Path], make_run: Callable[..., Path]
@@ -197,6 +197,7 @@ def test_activation_checkpointing_changes_nothing_but_memory(
     assert_equal_training(alone("llama"), plan_path)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_repeats_the_dropout(make_run: Callable[..., Path]) -> None:
     runs = {}
     for kind in ("none", "full", "selective"):
@@ -211,7 +212,7 @@ def test_activation_checkpointing_repeats_the_dropout(make_run: Callable[..., Pa
 
 @pytest.mark.parametrize(
     ("architecture", "steps", "rate"),
-    [("gpt2", 80, 3e-3), pytest.param("bert", 300, 1e-2, marks=pytest.mark.long)],
+    [pytest.param("gpt2", 80, 3e-3, marks=pytest.mark.slow), pytest.param("bert", 300, 1e-2, marks=pytest.mark.long)],
 )
 def test_other_architectures_learn_under_ddp(
     architecture: str, steps: int, rate: float, make_run: Callable[..., Path]
