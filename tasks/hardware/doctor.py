@@ -135,7 +135,7 @@ def doctor_report(inventory: Inventory, *, width: int = 110) -> str:
 
 def host_line(host: Host) -> str:
     shared = "" if host.shared_memory_gib is None else f", /dev/shm {host.shared_memory_gib:.1f} GiB"
-    measured = f"; rates measured {host.measured_at}" if host.measured_at else ""
+    measured = f"; rates measured {host.measured_at[:16].replace('T', ' ')} UTC" if host.measured_at else ""
     return (
         f"{host.name}: {host.cores} core{'s' if host.cores > 1 else ''}, {host.memory_gib:.1f} GiB memory{shared}, "
         f"{host.disk_free_gib:.1f} GiB disk free{measured}"
@@ -148,7 +148,7 @@ def device_table(host: Host) -> Table:
     table = Table(box=box.SIMPLE_HEAD, caption="TFLOP/s of matrix products; GB/s of a copy, bytes read + written")
     table.add_column("rank", justify="right")
     table.add_column("device")
-    for header in ("GiB", *(f"{p} TFLOP/s" for p in precisions), "memory GB/s"):
+    for header in ("memory GiB", *(f"{p} TFLOP/s" for p in precisions), "memory GB/s"):
         table.add_column(header, justify="right")
     for i, device in enumerate(host.devices):
         capability = f" (compute capability {device.compute_capability})" if device.compute_capability else ""

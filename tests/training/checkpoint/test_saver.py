@@ -206,6 +206,7 @@ def test_two_ranks_survive_a_disk_that_is_full_for_a_while_on_one_of_them(make_r
     assert [row["step"] for row in stalls] == [10, 20, 30]
 
 
+@pytest.mark.slow
 def test_two_ranks_fail_alike_when_the_disk_of_one_stays_full(make_run: Callable[..., Path]) -> None:
     plan_path = make_run("two-ranks-for-good", ranks=2, checkpoint__max_failures=2)
     ranks = on_full_disk(plan_path, "for-good")
