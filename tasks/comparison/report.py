@@ -25,7 +25,8 @@ SMALLEST_IS_BEST = {
     "cost_per_1b_tokens",
     "cost",
 }
-MONEY = {"cost_per_1b_tokens", "cost"}  # columns that are left out if no row has a cost
+MONEY = {"cost_per_1b_tokens", "cost"}
+OPTIONAL = MONEY | {"mfu"}  # columns that are left out if no row has a value: no prices, no datasheet
 
 
 def _number(digits: int = 0) -> Callable[[Any], str]:
@@ -113,9 +114,9 @@ def cell(row: StrategyRow, field: str, shown: Callable[[Any], str]) -> str:
 
 
 def _columns(columns: Sequence[Column], rows: Sequence[StrategyRow]) -> list[Column]:
-    """Return the columns to show: costs only if a row has them."""
-    costs = {field for field in MONEY if any(getattr(row, field) is not None for row in rows)}
-    return [column for column in columns if column[2] not in MONEY - costs]
+    """Return the columns to show: the optional ones only if a row has a value."""
+    empty = {field for field in OPTIONAL if all(getattr(row, field) is None for row in rows)}
+    return [column for column in columns if column[2] not in empty]
 
 
 def table(comparison: Comparison, *, brief: bool = False) -> tuple[list[str], list[list[str]]]:
