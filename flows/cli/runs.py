@@ -61,6 +61,10 @@ def _pretrain(options: argparse.Namespace) -> int:
             from tasks.hardware.hosts import read_hosts
 
             read_hosts(config.launch)
+        elif config.launch.launcher == "slurm":
+            from tasks.launch.slurm_allocation import require_slurm
+
+            require_slurm()
     return _run_pretrain(config, run_id="", as_json=options.json)
 
 

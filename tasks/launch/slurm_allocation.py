@@ -207,6 +207,15 @@ class Allocation:
         (self.folder / "job.json").unlink(missing_ok=True)
 
 
+def require_slurm() -> None:
+    """Raise ValueError if this machine cannot ask Slurm. A controller that does not answer now may do so later."""
+    try:
+        slurm.our_jobs()
+    except HostError as error:
+        if not error.unreachable:
+            raise ValueError(str(error)) from None
+
+
 @contextmanager
 def held_nodes(launch: LaunchConfig, *, run_dir: Path) -> Iterator[Allocation | None]:
     """Hold the run's nodes while the block runs; Slurm gets them back afterwards. The caller waits for the nodes inside

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from flows.cli.command import main
 from infra.slurm import explained
 from tasks.hardware.slurm_nodes import command, container_options
 from tasks.launch.failure import NodeState
 from tasks.launch.slurm import SlurmHost, StepNode
-from tasks.launch.slurm_allocation import Allocation, AllocationRecord, options_of
+from tasks.launch.slurm_allocation import Allocation, AllocationRecord, options_of, require_slurm
 from training.config.launch import LaunchConfig
 from training.config.slurm import SlurmConfig
 from training.records.node import NodeEnd
@@ -113,6 +114,38 @@ def test_an_answer_of_slurms_is_told_with_its_cure() -> None:
         "squeue", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     ).unreachable
     assert "it printed nothing" in str(explained("scancel", ""))
+
+
+def test_a_machine_without_slurm_is_refused_before_texts_are_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "runs"))
+    words = ["pretrain", "quickstart", "launch.launcher=slurm"]
+    assert main(words) == 2
+    assert "squeue is not on PATH: start Shardline on a login node" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "later"),
+    [
+        ("squeue: error: Unable to contact slurm controller (connect failure)", True),
+        ("squeue: fatal: Could not establish a configuration source", False),
+    ],
+)
+def test_a_controller_that_does_not_answer_yet_is_waited_for(
+    answer: str, later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho '{answer}' >&2\nexit 1\n")
+    squeue.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    if later:
+        require_slurm()
+        return
+    with pytest.raises(ValueError, match="start Shardline on a login node"):
+        require_slurm()
 
 
 @pytest.fixture
