@@ -100,7 +100,7 @@ def dask_cluster(tmp_path: Path) -> Iterator[Callable[..., DaskCluster]]:
                 "--scheduler-file",
                 str(place),
             )
-            until(place.exists, "the scheduler starts", within_s=60)
+            until(lambda: place.exists() and place.read_text().endswith("}"), "the scheduler starts", within_s=60)
             address = json.loads(place.read_text())["address"]
             options = ["--nthreads", "1", "--no-nanny", "--no-dashboard", "--local-directory", str(tmp_path)]
             workers = [process(*within, DASK, "worker", address, *options) for _ in range(WORKERS)]

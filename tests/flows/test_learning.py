@@ -52,6 +52,7 @@ def test_a_comparison_corrects_the_next_plans_of_its_layouts(tmp_path: Path, mea
     for name, ms in measured.items():
         after = plan(user_folder, f"parallel.strategy={name}")
         assert abs(step_ms(after) / ms - 1) < abs(step_ms(before[name]) / ms - 1)
-        assert any(reason.startswith("prices: corrected by what") for reason in after["reasons"])
+        # "… by what N runs measured"; by the median, if the corrected prices prefer a variant of fsdp that did not run
+        assert any(reason.startswith("prices: corrected by") for reason in after["reasons"]), after["reasons"]
     elsewhere = plan(user_folder, "--hosts", "1x2xA100-80GB-SXM")
     assert not elsewhere["predicted"]["correction"]["runs"]
