@@ -239,7 +239,7 @@ def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
 
 
 def measure_model(folder: Path, *, size: str, quick: bool) -> dict[str, Any]:
-    new_tokens, window_s, repetitions = (32, 1.0, 1) if quick else (64, 5.0, 3)
+    new_tokens, window_s, repetitions = (32, 1.0, 3) if quick else (64, 5.0, 3)
     servers = contestants(folder, size=size, quick=quick)
     speeds: dict[str, dict[int, list[float]]] = {one.name: {n: [] for n in CLIENTS} for one in servers}
     latencies: dict[str, dict[int, list[float]]] = {one.name: {n: [] for n in CLIENTS} for one in servers}
@@ -342,7 +342,7 @@ def plot(path: Path, result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 repetition of 1 s and 32 tokens, not 3 of 5 s and 64")
+    parser.add_argument("--quick", action="store_true", help="32 tokens in windows of 1 s, fewer servers")
     parser.add_argument("--plot", type=Path, help="draw speed and latency to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

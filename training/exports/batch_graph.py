@@ -85,6 +85,8 @@ def keep_cache_in_place(model: Any, *, config: Any) -> None:
         _replace_attention(graph, node, layer, lengths, window=_window(config, layer))
     _remove_unused(model)
     _ask_ids_for_rows(graph)
+    _multiply_once(graph)
+    _add_and_normalize(graph)
     _remove_unused(model)
     for value in graph.inputs:
         if value.name not in {"input_ids", "position_ids"} and any(
@@ -255,8 +257,8 @@ def quantize(model: Any, *, precision: str) -> None:
 def _multiply_once(graph: Any) -> None:
     """Join products with the same input (queries, keys and values; gate and up) into one, whose output is split.
 
-    So threads start once, and the input is rounded once. The fp32 graph is left as it is, because the joined matrices
-    would be on disk a second time.
+    So threads start once: a step of a 4M Llama in fp32 takes 0.89 times as long. The matrices stay as they are in the
+    file, which other graphs share; ONNX Runtime joins them when it loads the graph.
     """
     import onnx_ir as ir
 
@@ -267,17 +269,42 @@ def _multiply_once(graph: Any) -> None:
     for value, nodes in together.items():
         if len(nodes) < 2:
             continue
-        matrices = [_known(node.inputs[1]) for node in nodes]
-        name, widths = nodes[0].inputs[1].name, [matrix.shape[1] for matrix in matrices]
-        joined = _constant(graph, f"{name}.joined", np.concatenate(matrices, axis=1))
-        product = ir.node("MatMul", [value, joined])
-        sizes = _constant(graph, f"{name}.widths", np.array(widths))
+        matrices = [node.inputs[1] for node in nodes]
+        joined = ir.node("Concat", matrices, {"axis": 1})
+        product = ir.node("MatMul", [value, joined.outputs[0]])
+        sizes = _constant(graph, f"{matrices[0].name}.widths", np.array([matrix.shape[1] for matrix in matrices]))
         split = ir.node("Split", [product.outputs[0], sizes], {"axis": -1}, num_outputs=len(nodes))
-        graph.insert_before(nodes[0], [product, split])
+        graph.insert_before(nodes[0], [joined, product, split])
         for node, output in zip(nodes, split.outputs, strict=True):
             output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
             ir.convenience.replace_all_uses_with(node.outputs[0], output)
             graph.remove(node, safe=True)
+
+
+def _add_and_normalize(graph: Any) -> None:
+    """Let one operator add to the residual stream and normalize the sum (RMSNorm): 0.94 times a 4M Llama's step.
+
+    ONNX Runtime does so itself for LayerNorm, but does not know RMSNormalization of opset 23.
+    """
+    import onnx_ir as ir
+
+    for node in list(graph):
+        add = node.inputs[0].producer() if node.op_type == "RMSNormalization" else None
+        if add is None or add.op_type != "Add" or node.attributes.get_int("axis", -1) != -1:
+            continue
+        if any(value.const_value is not None for value in add.inputs) or add.outputs[0].is_graph_output():
+            continue  # a bias, or a sum that must keep its name
+        settings = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
+        inputs = [*add.inputs, node.inputs[1]]
+        fused = ir.node("SkipSimplifiedLayerNormalization", inputs, settings, domain=MICROSOFT, num_outputs=4)
+        normal, *unused, total = fused.outputs
+        for value in unused:
+            value.name = ""  # ONNX's word for an output that is left out
+        graph.insert_before(add, fused)
+        for before, after in ((node.outputs[0], normal), (add.outputs[0], total)):
+            after.type, after.shape = before.type, before.shape
+            ir.convenience.replace_all_uses_with(before, after)
+        graph.remove([node, add], safe=True)
 
 
 class _Integers:
@@ -305,7 +332,7 @@ class _Integers:
 
         rounded, input_scales = self._rounded(node, size=weights.shape[0])
         source, nodes = node.inputs[1], []
-        if source.producer() is not None:  # the embedding, transposed
+        if source.producer() is not None and source.producer().op_type == "Transpose":  # the embedding
             table, scales = self._table(source.producer().inputs[0])
             nodes.append(ir.node("Transpose", [table], {"perm": (1, 0)}))
             columns, scale = nodes[0].outputs[0], _constant(self.graph, f"{scales.name}.flat", _known(scales)[:, 0])
@@ -394,11 +421,15 @@ def _is_table(value: Any, words: int) -> bool:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """Return the array of an initializer, or of a transposed initializer; None for other values."""
+    """Return the array of an initializer, or of a transposed or of joined initializers; None for other values."""
     node = value.producer()
     if node is not None and node.op_type == "Transpose" and len(node.inputs) == 1:
         array = _array(node.inputs[0])
         return None if array is None else array.T
+    if node is not None and node.op_type == "Concat":
+        arrays = [_array(each) for each in node.inputs]
+        known = [array for array in arrays if array is not None]
+        return np.concatenate(known, axis=node.attributes.get_int("axis")) if len(known) == len(arrays) else None
     return None if value.const_value is None else np.asarray(value.const_value.numpy())
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 PAST = "past_key_values."
+SPIN_US = 20  # as the server (onnx_generator.py); longer, waiting threads would slow torch down
 
 
 def open_session(path: Path, *, threads: int = 0) -> Any:
@@ -19,7 +20,7 @@ def open_session(path: Path, *, threads: int = 0) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # waiting threads would slow torch down
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 

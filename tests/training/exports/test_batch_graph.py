@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,24 @@ def test_a_quantized_graph_is_near_the_model_and_small(folder: Path, precision: 
     size = {name: (folder / name).stat().st_size for name in ("model.onnx.data", f"batch_{precision}.onnx.data")}
     padding = 4096 * 40  # tensors begin at whole pages, and tiny ones are most of these models
     assert size[f"batch_{precision}.onnx.data"] < size["model.onnx.data"] * 0.3 + padding
+
+
+def test_the_batch_graph_has_fewer_operators_and_no_weights_of_its_own(exported_run: Path) -> None:
+    """Queries, keys and values are one product, gate and up are one, and sums are normalized where they are made."""
+    graphs = {name: onnx_ir.load(exported_run / "export" / name).graph for name in ("decode.onnx", "batch.onnx")}
+    weights = {name: _places(graph) for name, graph in graphs.items()}
+    assert weights["batch.onnx"]
+    assert weights["batch.onnx"] <= weights["decode.onnx"]
+    count = Counter(node.op_type for node in graphs["batch.onnx"])
+    layers = count["GroupQueryAttention"]
+    assert count["MatMul"] == 4 * layers + 1
+    assert count["SkipSimplifiedLayerNormalization"] == 2 * layers
+
+
+def _places(graph: onnx_ir.Graph) -> set[tuple[int, int]]:
+    """Return offset and length of the graph's tensors in the file of weights."""
+    tensors = [value.const_value for value in graph.initializers.values()]
+    return {(tensor.offset, tensor.length) for tensor in tensors if isinstance(tensor, onnx_ir.ExternalTensor)}
 
 
 def test_a_text_is_rounded_by_itself(folder: Path) -> None:
