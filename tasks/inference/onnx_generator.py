@@ -28,8 +28,8 @@ PAST = "past_key_values."
 NUMPY = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 CHUNK_TOKENS = 128  # of a prompt that the model reads in one call
 SCORED_TOKENS = 256  # whose logits are in memory at the same time: 32 MiB with a vocabulary of 32,768
-# How long a waiting thread looks for work before it sleeps: for longer than most steps between two products, so that a
-# step of a small model takes 0.63 times as long; so briefly that others on the same cores hardly notice (serving.md).
+# How long an idle thread spins before it sleeps. It outlasts most operators that run on one thread, so that a decoding
+# step of a small model takes 0.63 times as long as with no spinning; docs/serving.md says what it costs beside others.
 SPIN_US = 20
 
 
@@ -271,7 +271,6 @@ def open_graph(folder: Path, *, precision: str, threads: int) -> onnxruntime.Inf
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # only errors, because its warnings are about its own graph optimizer
-    options.add_session_config_entry("session.intra_op.allow_spinning", "1")
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
     return onnxruntime.InferenceSession(str(found[0]), options, providers=["CPUExecutionProvider"])
 

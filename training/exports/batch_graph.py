@@ -220,40 +220,6 @@ def _take_output(graph: Any, before: Any, joined: Any, *, heads: int) -> None:
     ir.convenience.replace_all_uses_with(before, first.outputs[0])
 
 
-def _name_capacity(graph: Any) -> None:
-    import onnx_ir as ir
-
-    for value in (*graph.inputs, *graph.outputs):
-        if value.name.startswith(("past_key_values.", "present.")):
-            value.shape = ir.Shape(["batch", value.shape[1], "capacity", value.shape[3]])
-
-
-def quantize(model: Any, *, precision: str) -> None:
-    """Quantize the batch graph to 8 or 4 bits: the weights of matrix products, and the embedding.
-
-    int8: weights have one scale per column, inputs one per token, and products are sums of integers. So a token's
-    logits do not depend on other tokens in its batch, unlike with ONNX Runtime's quantize_dynamic, which gives all
-    tokens of a step one scale. int4: ONNX Runtime's own quantizer rounds weights in blocks. Embedding and head have 8
-    bits in both; if they are tied, the file holds them once.
-    """
-    graph = model.graph
-    model.opset_imports[MICROSOFT] = 1
-    words = graph.outputs[0].shape[2]
-    _multiply_once(graph)
-    integers = _Integers(graph)
-    for node in list(graph):
-        if node.op_type == "Gather" and _is_table(node.inputs[0], words):
-            integers.look_up(node)
-        elif node.op_type in {"MatMul", "Gemm"} and (weights := _array(node.inputs[1])) is not None:
-            if weights.ndim != 2 or weights.dtype != np.float32 or not _is_plain(node):
-                continue
-            if precision == "int8" or weights.shape[1] == words or weights.shape[0] % INT4_BLOCK:
-                integers.multiply(node, weights)
-            else:
-                _multiply_by_blocks(graph, node, weights)
-    _remove_unused(model)
-
-
 def _multiply_once(graph: Any) -> None:
     """Join products with the same input (queries, keys and values; gate and up) into one, whose output is split.
 
@@ -293,18 +259,51 @@ def _add_and_normalize(graph: Any) -> None:
         if add is None or add.op_type != "Add" or node.attributes.get_int("axis", -1) != -1:
             continue
         if any(value.const_value is not None for value in add.inputs) or add.outputs[0].is_graph_output():
-            continue  # a bias, or a sum that must keep its name
+            continue  # the sum of a product and its bias, or an output of the graph
         settings = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
         inputs = [*add.inputs, node.inputs[1]]
         fused = ir.node("SkipSimplifiedLayerNormalization", inputs, settings, domain=MICROSOFT, num_outputs=4)
         normal, *unused, total = fused.outputs
         for value in unused:
-            value.name = ""  # ONNX's word for an output that is left out
+            value.name = ""  # how ONNX marks an output that is left out
         graph.insert_before(add, fused)
         for before, after in ((node.outputs[0], normal), (add.outputs[0], total)):
             after.type, after.shape = before.type, before.shape
             ir.convenience.replace_all_uses_with(before, after)
         graph.remove([node, add], safe=True)
+
+
+def _name_capacity(graph: Any) -> None:
+    import onnx_ir as ir
+
+    for value in (*graph.inputs, *graph.outputs):
+        if value.name.startswith(("past_key_values.", "present.")):
+            value.shape = ir.Shape(["batch", value.shape[1], "capacity", value.shape[3]])
+
+
+def quantize(model: Any, *, precision: str) -> None:
+    """Quantize the batch graph to 8 or 4 bits: the weights of matrix products, and the embedding.
+
+    int8: weights have one scale per column, inputs one per token, and products are sums of integers. So a token's
+    logits do not depend on other tokens in its batch, unlike with ONNX Runtime's quantize_dynamic, which gives all
+    tokens of a step one scale. int4: ONNX Runtime's own quantizer rounds weights in blocks. Embedding and head have 8
+    bits in both; if they are tied, the file holds them once.
+    """
+    graph = model.graph
+    model.opset_imports[MICROSOFT] = 1
+    words = graph.outputs[0].shape[2]
+    integers = _Integers(graph)
+    for node in list(graph):
+        if node.op_type == "Gather" and _is_table(node.inputs[0], words):
+            integers.look_up(node)
+        elif node.op_type in {"MatMul", "Gemm"} and (weights := _array(node.inputs[1])) is not None:
+            if weights.ndim != 2 or weights.dtype != np.float32 or not _is_plain(node):
+                continue
+            if precision == "int8" or weights.shape[1] == words or weights.shape[0] % INT4_BLOCK:
+                integers.multiply(node, weights)
+            else:
+                _multiply_by_blocks(graph, node, weights)
+    _remove_unused(model)
 
 
 class _Integers:
@@ -421,15 +420,13 @@ def _is_table(value: Any, words: int) -> bool:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """Return the array of an initializer, or of a transposed or of joined initializers; None for other values."""
+    """Return the array of an initializer, of a transposed one, or of several that are joined; None for other values."""
     node = value.producer()
     if node is not None and node.op_type == "Transpose" and len(node.inputs) == 1:
         array = _array(node.inputs[0])
         return None if array is None else array.T
-    if node is not None and node.op_type == "Concat":
-        arrays = [_array(each) for each in node.inputs]
-        known = [array for array in arrays if array is not None]
-        return np.concatenate(known, axis=node.attributes.get_int("axis")) if len(known) == len(arrays) else None
+    if node is not None and node.op_type == "Concat" and all(each.const_value is not None for each in node.inputs):
+        return np.concatenate([_known(each) for each in node.inputs], axis=node.attributes.get_int("axis"))
     return None if value.const_value is None else np.asarray(value.const_value.numpy())
 
 

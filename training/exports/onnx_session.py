@@ -10,7 +10,7 @@ import numpy as np
 
 NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 PAST = "past_key_values."
-SPIN_US = 20  # as the server (onnx_generator.py); longer, waiting threads would slow torch down
+SPIN_US = 20  # as in the server (onnx_generator.py); threads that spin for longer slow down torch, measured beside it
 
 
 def open_session(path: Path, *, threads: int = 0) -> Any:

@@ -198,19 +198,12 @@ def our_cost_model(
     """
     travels_in_16_bits, low = _is_16_bit(strategy, job), job.precision != "fp32"
     carried = "fp32" if not low else "16 bits" if travels_in_16_bits or bf16_residual else "autocast"
-    architecture = job.shape.architecture if job.shape.architecture in KNOWN_ARCHITECTURES else "llama"
-    kept = OUR_KEPT[architecture, carried]
-    if job.dropout:
-        more = DROPOUT_KEPT.get(architecture, 0.0)
-        kept = replace(kept, whole=kept.whole + more, scores=CPU_SCORES if kind == "cpu" else 0.0)
-    if kind == "cuda" and (architecture, carried) == ("gpt2", "autocast"):
-        kept = replace(kept, mlp=16)
     by_deepspeed = strategy.startswith("zero") and is_undivided
     is_ours = strategy == "zero1" and not is_undivided
     described = job.shape.architecture in KNOWN_ARCHITECTURES
     return CostModel(
         Program(
-            kept=replace(kept, mlp=kept.mlp * 0.8) if compiled else kept,
+            kept=_our_kept(job, carried, kind=kind, compiled=compiled),
             reduce_bytes=reduce_bytes,
             boundary_bytes=2.0 if carried == "16 bits" else 4.0,
             sequence_parallel=sequence_parallel,
@@ -241,6 +234,18 @@ def our_cost_model(
             hides=0.8 if kind == "cuda" and not is_ours else 0.0,
         ),
     )
+
+
+def _our_kept(job: Job, carried: str, *, kind: Literal["cpu", "cuda"], compiled: bool) -> Kept:
+    """Return what a layer of ours keeps for the backward pass. `carried`: the precision of the residual stream."""
+    architecture = job.shape.architecture if job.shape.architecture in KNOWN_ARCHITECTURES else "llama"
+    kept = OUR_KEPT[architecture, carried]
+    if job.dropout:
+        more = DROPOUT_KEPT.get(architecture, 0.0)
+        kept = replace(kept, whole=kept.whole + more, scores=CPU_SCORES if kind == "cpu" else 0.0)
+    if kind == "cuda" and (architecture, carried) == ("gpt2", "autocast"):
+        kept = replace(kept, mlp=16)
+    return replace(kept, mlp=kept.mlp * 0.8) if compiled else kept
 
 
 def _is_16_bit(strategy: StrategyName, job: Job) -> bool:
