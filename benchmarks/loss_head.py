@@ -81,7 +81,7 @@ def ratios(costs: dict[str, Cost]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="once, and one width; under 2 minutes")
+    parser.add_argument("--quick", action="store_true", help="one width; 3 to 4 minutes")
     parser.add_argument("--vocabularies", type=int, nargs="*", default=VOCABULARIES)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -90,7 +90,7 @@ def main() -> None:
     print(f"{TOKENS:,} tokens{'':4}{'words':>10}{'width':>7}{'CPU s':>8}{'peak MiB':>10}{'loss':>12}")
     for width in (WIDTH,) if args.quick else (WIDTH, 768):
         for vocabulary in args.vocabularies:
-            costs = race(vocabulary, width, rounds=1 if args.quick else 3)
+            costs = race(vocabulary, width, rounds=3)
             for way, cost in costs.items():
                 loss = cost.loss / TOKENS
                 print(
