@@ -31,6 +31,7 @@ from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
+from tasks.launch.local import kept_node
 from tasks.launch.recovery import attempts_of
 from tasks.launch.slurm_allocation import held_nodes, note_run, run_before_requeue
 from tasks.operations import gpu_queue
@@ -145,8 +146,11 @@ def kept_on_store(config: RunConfig, run: TrackedRun, shards_dir: Path) -> Itera
 
 @contextmanager
 def devices(config: RunConfig, run: TrackedRun) -> Iterator[None]:
-    """Hold the GPUs that the run will use; while another run has them, a task in Prefect shows which run."""
-    with gpu_queue.hold_gpus(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
+    """Hold the GPUs that the run will use; while another run has them, a task in Prefect shows which run.
+
+    The stages' ranks on this machine are forked from one process, so that only the first stage imports.
+    """
+    with gpu_queue.hold_gpus(config, run_id=run.run_id, wait=partial(wait_for_devices, run)), kept_node(run.folder):
         yield
 
 
