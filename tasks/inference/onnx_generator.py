@@ -68,6 +68,10 @@ class Sampling:
         return self.logprobs is None and not adjusted
 
 
+class GrammarFailed(ValueError):
+    """The text cannot follow its grammar any further: the matcher gave up, for example at one of its limits."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token's log-probability by the model alone: before temperature, penalties, bias and grammar."""
@@ -87,13 +91,14 @@ class TokenChooser:
         self._counts: Counter[int] = Counter()
 
     def choose(self, logits: np.ndarray) -> int:
-        """Return the next token, chosen from fp32 logits [vocab]."""
+        """Return the next token, chosen from fp32 logits [vocab]. Raises GrammarFailed if the grammar allows none."""
         if self._is_plain:
             return choose_token(logits, self.sampling, random=self.random)
         token = choose_token(self._adjusted(logits), self.sampling, random=self.random)
         self._counts[token] += 1
         if self._matcher:
             self._matcher.consume_token(token)
+            _check_matcher(self._matcher, self.sampling.grammar)
         if self.sampling.logprobs is not None:
             self.logprobs.append(_with_likeliest(_log_softmax(logits), token, top=self.sampling.logprobs))
         return token
@@ -107,9 +112,20 @@ class TokenChooser:
             logits[list(self._counts)] -= asked.presence_penalty + asked.frequency_penalty * counts
         if self._matcher:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            _check_matcher(self._matcher, asked.grammar)
             allowed = np.unpackbits(bits, bitorder="little", count=len(logits)).astype(bool)
             logits[~allowed] = -np.inf
         return logits
+
+
+def _check_matcher(matcher: Any, grammar: Mapping[str, Any]) -> None:
+    """Raise GrammarFailed if the matcher is in its error state, in which it would end the text as if it were whole."""
+    if matcher.is_error():
+        why = matcher.get_error().partition("\n")[0]
+        raise GrammarFailed(
+            f"text cannot be constrained by this {next(iter(grammar))} (llguidance: {why}): simplify it; hundreds of "
+            "optional properties, or a property that requires itself, are more than it can match"
+        )
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -437,7 +453,10 @@ class TextGenerator:
         return TokenChooser(sampling, self._matcher(sampling.grammar) if sampling.grammar else None)
 
     def _matcher(self, grammar: Mapping[str, Any]) -> Any:
-        """Return an llguidance.LLMatcher, which tells which tokens the grammar allows next."""
+        """Return an llguidance.LLMatcher, which tells which tokens the grammar allows next.
+
+        Raises ValueError for an invalid grammar, and for one on which the matcher gives up before the first choice.
+        """
         tokenizer = self._grammar_tokenizer
         from llguidance import LLMatcher
 
@@ -448,7 +467,12 @@ class TextGenerator:
             source = LLMatcher.grammar_from_regex(grammar["regex"])
         if problem := LLMatcher.validate_grammar(source, tokenizer):
             raise ValueError(f"text cannot be constrained by this {next(iter(grammar))}: {problem}")
-        return LLMatcher(tokenizer, source)
+        matcher = LLMatcher(tokenizer, source, log_level=0)
+        beginning = matcher.deep_copy()
+        beginning.consume_tokens(beginning.compute_ff_tokens())  # those that the grammar prescribes
+        beginning.compute_bitmask()
+        _check_matcher(beginning, grammar)
+        return matcher
 
     @functools.cached_property
     def _grammar_tokenizer(self) -> Any:
