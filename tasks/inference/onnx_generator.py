@@ -118,6 +118,46 @@ class TokenChooser:
         return logits
 
 
+class Grammars:
+    """Makes the matchers of texts that one tokenizer encodes; `end_id`: the token that ends a document."""
+
+    def __init__(self, tokenizer: Tokenizer, end_id: int) -> None:
+        self.tokenizer, self.end_id = tokenizer, end_id
+
+    def matcher(self, grammar: Mapping[str, Any]) -> Any:
+        """Return an llguidance.LLMatcher, which tells which tokens the grammar allows next.
+
+        Raises ValueError for an invalid grammar, and for one on which the matcher gives up before the first choice.
+        """
+        tokenizer = self._tokenizer
+        from llguidance import LLMatcher
+
+        if "json" in grammar:
+            # Without this option a model may write endless spaces between two values.
+            source = LLMatcher.grammar_from_json_schema(grammar["json"], overrides={"whitespace_flexible": False})
+        else:
+            source = LLMatcher.grammar_from_regex(grammar["regex"])
+        if problem := LLMatcher.validate_grammar(source, tokenizer):
+            raise ValueError(f"text cannot be constrained by this {next(iter(grammar))}: {problem}")
+        matcher = LLMatcher(tokenizer, source, log_level=0)
+        beginning = matcher.deep_copy()
+        beginning.consume_tokens(beginning.compute_ff_tokens())  # those that the grammar prescribes
+        beginning.compute_bitmask()
+        _check_matcher(beginning, grammar)
+        return matcher
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise ValueError(
+                "text by a JSON schema or a regular expression needs llguidance, which is not installed here: "
+                "install the extra `grammar`"
+            ) from None
+        return LLTokenizer(self.tokenizer.to_str(), eos_token=self.end_id)
+
+
 def _check_matcher(matcher: Any, grammar: Mapping[str, Any]) -> None:
     """Raise GrammarFailed if the matcher is in its error state, in which it would end the text as if it were whole."""
     if matcher.is_error():
@@ -406,6 +446,7 @@ class TextGenerator:
     def __init__(self, export_dir: Path | str, *, precision: str = "fp32", threads: int = 0) -> None:
         folder = Path(export_dir)
         self.context, self.end_id, self.tokenizer = open_export(folder)
+        self.grammars = Grammars(self.tokenizer, self.end_id)
         self.session = open_graph(folder, precision=precision, threads=threads)
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> str:
@@ -450,40 +491,7 @@ class TextGenerator:
     def chooser(self, sampling: Sampling) -> TokenChooser:
         """Return a chooser for one text. Raises ValueError for tokens outside the vocabulary or an invalid grammar."""
         check_tokens(self.tokenizer, sampling.logit_bias)
-        return TokenChooser(sampling, self._matcher(sampling.grammar) if sampling.grammar else None)
-
-    def _matcher(self, grammar: Mapping[str, Any]) -> Any:
-        """Return an llguidance.LLMatcher, which tells which tokens the grammar allows next.
-
-        Raises ValueError for an invalid grammar, and for one on which the matcher gives up before the first choice.
-        """
-        tokenizer = self._grammar_tokenizer
-        from llguidance import LLMatcher
-
-        if "json" in grammar:
-            # Without this option a model may write endless spaces between two values.
-            source = LLMatcher.grammar_from_json_schema(grammar["json"], overrides={"whitespace_flexible": False})
-        else:
-            source = LLMatcher.grammar_from_regex(grammar["regex"])
-        if problem := LLMatcher.validate_grammar(source, tokenizer):
-            raise ValueError(f"text cannot be constrained by this {next(iter(grammar))}: {problem}")
-        matcher = LLMatcher(tokenizer, source, log_level=0)
-        beginning = matcher.deep_copy()
-        beginning.consume_tokens(beginning.compute_ff_tokens())  # those that the grammar prescribes
-        beginning.compute_bitmask()
-        _check_matcher(beginning, grammar)
-        return matcher
-
-    @functools.cached_property
-    def _grammar_tokenizer(self) -> Any:
-        try:
-            from llguidance import LLTokenizer
-        except ImportError:
-            raise ValueError(
-                "text by a JSON schema or a regular expression needs llguidance, which is not installed here: "
-                "install the extra `grammar`"
-            ) from None
-        return LLTokenizer(self.tokenizer.to_str(), eos_token=self.end_id)
+        return TokenChooser(sampling, self.grammars.matcher(sampling.grammar) if sampling.grammar else None)
 
     def _new_ids(self, prompt_ids: list[int], chooser: TokenChooser) -> Iterator[int]:
         sampling = chooser.sampling
