@@ -37,6 +37,7 @@ from tasks.runs.resume import changes
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun, tracked
 from tasks.workspace.paths import command, run_folder, tracking_uri
+from training.config.credentials import PublicText
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
 from training.records.token_shards import TokenShards
@@ -50,7 +51,11 @@ CSV, PICTURE, PAGE, RECORD, CONFIG = (f"comparison.{kind}" for kind in ("csv", "
 
 @shardline_flow("Compare", run_name="compare {config.name}")
 def compare(
-    config: RunConfig, strategies: list[str], target_loss: float = 0.0, baseline: bool = True, run_id: str = ""
+    config: RunConfig,
+    strategies: list[PublicText],
+    target_loss: float = 0.0,
+    baseline: bool = True,
+    run_id: PublicText = "",
 ) -> Comparison:
     """Train `config` under each of `strategies` and report how they compare.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled
+from prefect.utilities.callables import get_call_parameters
 from prefect.utilities.hashing import file_hash
 from rich.console import Console
 
@@ -21,6 +23,7 @@ from flows.prefect_ui.events import report_failure
 from tasks.runs.errors import RunStopped
 from tasks.workspace.paths import keep_password_apart
 from tasks.workspace.processes import process_key
+from training.config.credentials import without_url_credentials
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,10 +67,25 @@ def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Ca
 
 class StoppableFlow(Flow[P, R]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.validate_parameters(get_call_parameters(self.fn, args, kwargs))  # before Prefect stores them
         try:
             return super().__call__(*args, **kwargs)
         except CancelledRun as stop:
             raise RunStopped(str(stop)) from None
+
+    def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Does what Prefect does, which logs parameters that it refuses: here without credentials."""
+        logger = logging.getLogger("prefect.flows")
+        logger.addFilter(_hide_credentials)
+        try:
+            return super().validate_parameters(parameters)
+        finally:
+            logger.removeFilter(_hide_credentials)
+
+
+def _hide_credentials(record: logging.LogRecord) -> bool:
+    record.msg, record.args = without_url_credentials(record.getMessage()), None
+    return True
 
 
 def prepare_process(flow: Any, flow_run: Any, state: Any) -> None:

@@ -52,6 +52,7 @@ from tasks.store.uploads import Uploads, check_store
 from tasks.tracking import mlflow_run
 from tasks.tracking.client import connect, wait_for_store
 from tasks.tracking.mlflow_run import TrackedRun
+from tasks.workspace.locks import refuse_if_owned
 from tasks.workspace.paths import command, home, run_folder, tracking_uri
 from training.config.run import RunConfig
 from training.records.checkpoint import finished_checkpoints
@@ -68,7 +69,8 @@ ON_STORE = "shardline.store"  # tag: the run's URL
 
 
 def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tuple[Change, ...]]:
-    """Return the run's ID, new or resumed, and the changes that `config` makes. Raises ValueError for refused ones.
+    """Return the run's ID, new or resumed, and the changes that `config` makes. Raises ValueError for refused ones, and
+    for a run that is running.
 
     A flow run that Prefect starts again (Retry) resumes the run that it began, and so does a requeued Slurm job.
     """
@@ -80,6 +82,7 @@ def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tup
         note_run(run_id, config)
         return run_id, ()
     run = mlflow_run.read_run(run_id)
+    refuse_if_owned(run.folder)
     changes = resume.accepted(run.folder, config, begun_with=run.begun_with, force=force)
     for change in changes:
         logger.warning("resumed with %s", change)

@@ -28,6 +28,7 @@ from tasks.launch.slurm_allocation import FOLDER
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.paths import home, run_folder
 from tasks.workspace.processes import is_local, local_process
+from training.config.credentials import RECORD
 from training.config.launch import LaunchConfig
 from training.records.node import NodeTask
 from training.records.record import Record
@@ -264,7 +265,7 @@ def launch_of(run_dir: Path) -> LaunchConfig:
         return LaunchConfig()
     content: dict[str, Any] = json.loads(path.read_bytes())["config"].get("launch", {})
     try:
-        return LaunchConfig.model_validate(content)
+        return LaunchConfig.model_validate(content, context=RECORD)
     except ValidationError as error:
         logger.warning("%s has `launch` settings that this version cannot read: %s", path, error)
         return LaunchConfig()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.wait import until
-from training.tracking.redaction import shown, without_credentials
+from training.config.credentials import without_url_credentials
+from training.tracking.redaction import without_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -70,6 +71,7 @@ def registry_client(tracking_uri: str) -> MlflowClient:
     except Exception as error:
         why = without_credentials(str(error), uri=tracking_uri)
         raise RuntimeError(
-            f"MLflow at {shown(tracking_uri)} does not answer ({why}): start it, or unset MLFLOW_TRACKING_URI"
+            f"MLflow at {without_url_credentials(tracking_uri)} does not answer ({why}): start it, or unset "
+            "MLFLOW_TRACKING_URI"
         ) from None  # without the cause: its text has the credentials, and a traceback would print it
     return client

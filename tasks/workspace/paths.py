@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from tasks.workspace.processes import local_process
-from training.tracking.redaction import credentials_apart, shown
+from training.config.credentials import without_url_credentials
+from training.tracking.redaction import credentials_apart
 
 UP_FILE = "up.json"  # in SHARDLINE_HOME: service -> {url, process}, by flows/servers/local.py
 
@@ -52,7 +53,7 @@ def keep_password_apart() -> None:
 
 def mlflow_url() -> str:
     """Return MLflow's address for people: SHARDLINE_MLFLOW_URL if programs use another address, as in a stack."""
-    return os.environ.get("SHARDLINE_MLFLOW_URL") or shown(tracking_uri())
+    return os.environ.get("SHARDLINE_MLFLOW_URL") or without_url_credentials(tracking_uri())
 
 
 def up_url(service: str) -> str:

@@ -13,6 +13,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from training.config.credentials import RECORD
+
 
 class Record(BaseModel):
     """A stage's result. `write` renames a finished file, so that a reader never sees a part of a record."""
@@ -24,7 +26,7 @@ class Record(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        return cls.model_validate_json(path.read_bytes())
+        return cls.model_validate_json(path.read_bytes(), context=RECORD)
 
 
 def with_matmul_share(fields: Any) -> Any:
