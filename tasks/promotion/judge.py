@@ -21,7 +21,7 @@ from tasks.registry.tags import CHALLENGER, CHAMPION, GATE, LOSS_ON, TAG, TAG_CH
 from tasks.registry.versions import FinishedRun
 from tasks.workspace.paths import tracking_uri
 from training.config.promotion import GatesConfig, RolloutConfig
-from training.records.record import Record
+from training.records.record import Record, read_fields
 from training.records.results import EvalReport, RegisteredModel
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
                 f"lie on another machine: `shardline promote {version.name} --version {version.version} --force` skips "
                 "the gates"
             )
-        config = json.loads(plan.read_bytes())["config"]
+        config = read_fields(plan)["config"]
         report = EvalReport.read(records / "eval.json")
     if TERMS in version.tags:
         config |= {"gates": {}, "rollout": {}} | json.loads(version.tags[TERMS])
