@@ -11,18 +11,20 @@ If it ends before the command, the command goes on without it: `is_gone` is aske
 from __future__ import annotations
 
 import atexit
+import importlib.metadata
 import importlib.util
 import logging
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from tasks.display.progress import time_progress
+from tasks.workspace.locks import exclusive
 from tasks.workspace.paths import home, up_url
 from tasks.workspace.processes import end_process, free_port
 from tasks.workspace.wait import until
@@ -74,8 +76,8 @@ def start_prefect_server() -> Callable[[], None]:
         os.environ["PREFECT_API_URL"] = f"{url}/api"
         return lambda: None
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
-    folder = Path(os.environ["PREFECT_HOME"])
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, first = Path(os.environ["PREFECT_HOME"]), ExitStack()
+    first.enter_context(first_start(folder))
     port, log_path = free_port(), folder / "server.log"
     with log_path.open("wb") as log:
         server = subprocess.Popen(
@@ -83,7 +85,33 @@ def start_prefect_server() -> Callable[[], None]:
         )
     atexit.register(_stop, server)
     os.environ |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", EMBEDDED: "1"}
-    return lambda: _wait(server, port, log_path)
+
+    def wait() -> None:
+        with first:
+            _wait(server, port, log_path)
+
+    return wait
+
+
+@contextmanager
+def first_start(folder: Path) -> Iterator[None]:
+    """Start one server at a time on a new PREFECT_HOME, as each makes the database's tables, without a lock of its own.
+
+    The block ends when the server answers; after that servers start as they like, until Prefect is upgraded.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / f".made-{importlib.metadata.version('prefect')}"
+
+    def on_wait() -> None:
+        logger.info("waiting for another process, which makes Prefect's database in %s", folder)
+
+    with ExitStack() as lock:
+        if not made.exists():
+            lock.enter_context(exclusive(folder / ".made.lock", on_wait=on_wait))
+            if made.exists():
+                lock.close()
+        yield
+        made.touch()
 
 
 def is_embedded() -> bool:
