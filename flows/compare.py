@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from flows.prefect_ui import links
 from flows.prefect_ui.artifacts import show_table
@@ -171,7 +169,7 @@ class Children:
         return outcome.model_copy(update=update)
 
 
-@task(name="Strategy", task_run_name="Train with {strategy.name}", cache_policy=NO_CACHE, persist_result=False)
+@stages.stage("Strategy", run_name="Train with {strategy.name}")
 def train_child(children: Children, strategy: ComparedStrategy) -> StrategyOutcome:
     """Train one strategy as a child run of the parent; skipped if it is done. Raises what its stages raise."""
     config, parent = children.config_of(strategy), children.parent

@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _is_bad_input(error: Exception) -> bool:
     """Whether the user caused the error: it is a ValueError, but not one from parsing a record or an answer."""
-    return isinstance(error, ValueError) and type(error).__name__ not in {"JSONDecodeError", "ValidationError"}
+    parsing = {"DamagedRecord", "JSONDecodeError", "ValidationError"}
+    return isinstance(error, ValueError) and type(error).__name__ not in parsing
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -10,13 +10,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-from prefect.runtime import flow_run
-
 from flows.prefect_ui.artifacts import show_markdown, show_pairs, show_table
 from flows.prefect_ui.events import emit, report_refusal
 from flows.prefect_ui.links import prefect_page
+from flows.prefect_ui.tell import outermost_flow_run
 from flows.presets import command_for_all_steps
 from flows.servers.alerts import DISK_FILLS, RUN_STUCK
 from flows.stages.engine import engine_of
@@ -91,7 +88,7 @@ def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tup
 
 def begun_before(config: RunConfig) -> str:
     """Return the ID of the run that an earlier start of this flow run or Slurm job began; empty if there is none."""
-    run_id = mlflow_run.run_begun_by(str(flow_run.root_flow_run_id or ""), config) or run_before_requeue(config)
+    run_id = mlflow_run.run_begun_by(outermost_flow_run(), config) or run_before_requeue(config)
     if run_id:
         logger.info("this flow run was started again: resuming %s", run_id)
     return run_id
@@ -157,7 +154,7 @@ def devices(config: RunConfig, run: TrackedRun) -> Iterator[None]:
         yield
 
 
-@task(name="Wait", task_run_name="Wait: {holder}", cache_policy=NO_CACHE, persist_result=False)
+@stage("Wait", run_name="Wait: {holder}")
 def wait_for_devices(run: TrackedRun, look: gpu_queue.Look, holder: gpu_queue.Holder) -> None:
     with timed(run, "wait"):
         gpu_queue.wait_for_gpus(look, holder, run_id=run.run_id)
@@ -250,7 +247,7 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
 
 def watched(plan: RunPlan, run: TrackedRun) -> RunWatch:
     """Watch training; emit an event if no step comes for too long, or if the disk will be full before the end."""
-    shardline, link = command("shardline"), prefect_page(str(flow_run.root_flow_run_id or ""))
+    shardline, link = command("shardline"), prefect_page(outermost_flow_run())
 
     def on_stuck(why: str) -> None:
         logger.warning("training is stuck: %s", why)
@@ -329,7 +326,7 @@ def register(run: TrackedRun) -> RegisteredModel:
     with timed(run, "register"), time_progress("registering the model"):
         model = register_model(run.folder, tracking_uri=tracking_uri())
     if is_refusal(model.verdict):
-        report_refusal(model, run=run.run_id, flow_run_id=str(flow_run.root_flow_run_id or ""))
+        report_refusal(model, run=run.run_id, flow_run_id=outermost_flow_run())
     return model
 
 

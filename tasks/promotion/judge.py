@@ -22,7 +22,7 @@ from tasks.registry.versions import FinishedRun
 from tasks.workspace.paths import tracking_uri
 from training.config.credentials import RECORD
 from training.config.promotion import GatesConfig, RolloutConfig
-from training.records.record import Record
+from training.records.record import Record, read_fields
 from training.records.results import EvalReport, RegisteredModel
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
                 f"lie on another machine: `shardline promote {version.name} --version {version.version} --force` skips "
                 "the gates"
             )
-        config = json.loads(plan.read_bytes())["config"]
+        config = read_fields(plan)["config"]
         report = EvalReport.read(records / "eval.json")
     if TERMS in version.tags:
         config |= {"gates": {}, "rollout": {}} | json.loads(version.tags[TERMS])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,7 +9,9 @@ import sys
 from pathlib import Path
 
 from tasks.workspace.processes import local_process
+from tasks.workspace.skip import skip_unreadable
 from training.config.credentials import without_url_credentials
+from training.records.record import read_fields
 from training.tracking.redaction import credentials_apart
 
 UP_FILE = "up.json"  # in SHARDLINE_HOME: service -> {url, process}, by flows/servers/local.py
@@ -58,9 +59,10 @@ def mlflow_url() -> str:
 
 def up_url(service: str) -> str:
     """Return the URL of a service that `shardline up` started on this machine; empty if it does not run."""
-    path = home() / UP_FILE
-    known = json.loads(path.read_text()).get(service) if path.exists() else None
-    return str(known["url"]) if known and local_process(known["process"]) else ""
+    with skip_unreadable("servers of `shardline up` are not used"):
+        known = read_fields(home() / UP_FILE).get(service)
+        return str(known["url"]) if known and local_process(known["process"]) else ""
+    return ""
 
 
 def prefect_url() -> str:
