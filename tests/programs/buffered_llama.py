@@ -1,4 +1,4 @@
-"""Trains, then evaluates, a Llama with persistent buffers: one in each layer, as Gemma 4 has, and one outside of them."""
+"""Trains, then evaluates, a Llama with persistent buffers: in each layer, as Gemma 4 has them, and one outside."""
 
 from __future__ import annotations
 
@@ -33,4 +33,5 @@ def with_buffers() -> None:
         make_model(self, *arguments, **named)
         self.outside = nn.Buffer(torch.zeros(3))
 
-    LlamaDecoderLayer.__init__, LlamaDecoderLayer.forward, LlamaModel.__init__ = layer, scaled, model  # type: ignore[method-assign]
+    LlamaDecoderLayer.__init__, LlamaModel.__init__ = layer, model  # type: ignore[method-assign]
+    LlamaDecoderLayer.forward = scaled  # type: ignore[method-assign]

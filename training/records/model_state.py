@@ -27,7 +27,7 @@ def differences(
 ) -> str:
     """Describe what a file lacks, has besides, and has in another shape (file's, model's), by name; "" if nothing."""
     lacks, besides = listed(missing), listed(unexpected)
-    shapes = ", ".join(f"{name} is {[*saved]} instead of {[*own]}" for name, (saved, own) in sorted(reshaped.items()))
+    shapes = listed(f"{name} is {[*saved]} instead of {[*own]}" for name, (saved, own) in reshaped.items())
     found = [f"it lacks {lacks}" if lacks else "", f"it has {besides} besides" if besides else "", shapes]
     return "; ".join(filter(None, found))
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,18 @@ from training.checkpoint.load import weights_for
 from training.checkpoint.safetensors_files import TensorFiles
 from training.export import export_run
 from training.inference.model_shard import load_whole
-from training.models.language_model import LanguageModel
-from training.models.state import state_of
+from training.models.language_model import build_model
 from training.records.checkpoint import CheckpointManifest, WrittenFile, checkpoint_folder
-from training.records.model_state import check_export, check_state, saved_shapes
+from training.records.model_state import listed, saved_shapes
 from training.records.plan import RunPlan
 from training.records.record import sha256_file
-from training.records.results import EvalReport, ExportedModel
+from training.records.results import EvalReport
 from training.shards.stream import TokenStream
 from training.tracking.rows import read_rows
 
 STEPS = 4
 SLOW = ("fsdp", "zero2", "sp", "pp interleaved", "tp x pp", "unlike", "fsdp x pp", "zero1 x pp", "local-sgd")
+RESUMED = ("ddp", "fsdp", "zero2", "zero3", "tp", "pp")
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -140,9 +139,8 @@ def checkpoint(plan_path: Path, step: int = STEPS) -> Path:
 def assert_has_the_buffers_of(source: Path, saved: Path) -> None:
     """Those that training began with, and no other names than the source has, whose experts lie one by one."""
     began, kept = TensorFiles(source, "model"), TensorFiles(saved, "model")
-    buffers = [name for name in began if name.rpartition(".")[2] in {*BUFFERS, "outside"}]
-    assert len(buffers) >= 3
-    assert all(torch.equal(began[name], kept[name]) for name in buffers)
+    assert len(buffers_in(began)) >= 3
+    assert all(torch.equal(began[name], kept[name]) for name in buffers_in(began))
     assert {name for name in began if ".experts." not in name} == {name for name in kept if ".experts." not in name}
 
 
@@ -183,3 +181,92 @@ def test_buffers_are_cut_and_saved_with_their_pipeline_stage(
     assert trained_loss(plan_path) == pytest.approx(trained_loss(alone), rel=1e-5)
     for each in (plan_path, alone):  # these ranks loaded the checkpoint again
         assert EvalReport.read(each.parent / "eval.json").loss == pytest.approx(trained_loss(each), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in RESUMED)])
+def test_a_run_that_is_resumed_goes_on_with_the_buffers_of_its_checkpoint(
+    layout: str, trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The folder that the run began with is away: nothing but the checkpoint has them."""
+    family = "llama with buffers" if layout in {"tp", "pp"} else "deepseek-v3"
+    plan_path = copy_of(trained(family, layout), tmp_path)
+    expected = losses(plan_path), TensorFiles(checkpoint(plan_path), "model")
+    began = Path(RunPlan.read(plan_path).config.model.path)
+    shutil.copytree(began, tmp_path / "began")
+    for tensors in rewritten(tmp_path / "began"):
+        tensors |= {name: torch.zeros_like(tensors[name]) for name in buffers_in(tensors)}
+    plan_path.write_text(plan_path.read_text().replace(str(began), str(tmp_path / "began")))
+    shutil.rmtree(checkpoint(plan_path))
+    run_ranks(plan_path, program=program_of(family))
+    resumed = TensorFiles(checkpoint(plan_path), "model")
+    assert losses(plan_path) == expected[0]
+    assert all(torch.equal(tensor, expected[1][name]) for name, tensor in resumed.items())
+
+
+def test_an_older_checkpoint_without_buffers_is_resumed_with_a_warning_but_not_exported(
+    trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    plan_path = copy_of(trained("gemma4"), tmp_path)
+    expected = losses(plan_path), trained_loss(plan_path)
+    for step in (2, STEPS):
+        lose(checkpoint(plan_path, step), "layer_scalar")
+    with pytest.raises(
+        ValueError, match=r"lacks model\.layers\.0\.layer_scalar, .*older version.*shardline resume RUN"
+    ):
+        export_run(plan_path.parent)
+    evaluated = Ranks(plan_path, program="training.evaluate")
+    assert any(evaluated.wait())
+    assert "lacks model.layers.0.layer_scalar" in evaluated.log()
+    shutil.rmtree(checkpoint(plan_path))
+    resumed = Ranks(plan_path)
+    resumed.finish()
+    assert resumed.log().count("is of an older version, which saved no buffers: model.layers.0.layer_scalar") == 1
+    assert (losses(plan_path), trained_loss(plan_path)) == expected
+    export_run(plan_path.parent)
+    assert held_out_loss(plan_path, plan_path.parent / "export") == pytest.approx(expected[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("end", ["layers.1.layer_scalar", "layers.2.mlp.up_proj.weight"])
+def test_a_checkpoint_that_lacks_one_tensor_is_refused_by_name(
+    end: str, trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    plan_path = copy_of(trained("gemma4"), tmp_path)
+    lose(checkpoint(plan_path), end)
+    model = build_model(RunPlan.read(plan_path))
+    with pytest.raises(ValueError, match=rf"it lacks model\.{end}: resume with the model section"):
+        weights_for(model, checkpoint(plan_path), initial=TensorFiles(checkpoint(plan_path, 2), "model"))
+
+
+def test_many_alike_names_are_one_pattern() -> None:
+    mlp = [f"model.layers.{layer}.mlp.{name}_proj.weight" for layer in range(32) for name in ("up", "down")]
+    assert listed(["lm_head.weight", *mlp]) == (
+        "lm_head.weight, model.layers.*.mlp.down_proj.weight (32), model.layers.*.mlp.up_proj.weight (32)"
+    )
+    assert listed(mlp[:2]) == "model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.up_proj.weight"
+
+
+def copy_of(plan_path: Path, folder: Path) -> Path:
+    """A run that a test may change."""
+    return Path(shutil.copytree(plan_path.parent, folder / "run")) / plan_path.name
+
+
+def buffers_in(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.rpartition(".")[2] in {*BUFFERS, "outside"}]
+
+
+def rewritten(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of each of a folder's files, to be changed; then write them."""
+    for path in folder.glob("model*.safetensors"):
+        tensors = load_file(path)
+        yield tensors
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def lose(folder: Path, end: str) -> None:
+    """Write a checkpoint of one rank again, whole by its manifest, without the tensors whose names end so."""
+    for tensors in rewritten(folder):
+        for name in [name for name in tensors if name.endswith(end)]:
+            del tensors[name]
+    manifest, path = CheckpointManifest.read(folder / "manifest.json"), folder / "model.safetensors"
+    files = {path.name: WrittenFile(size_bytes=path.stat().st_size, sha256=sha256_file(path))}
+    manifest.model_copy(update={"files": manifest.files | files}).write(folder / "manifest.json")
