@@ -114,12 +114,14 @@ def _plan(options: argparse.Namespace) -> None:
     from flows.presets import command_for_all_steps, field_rows, load_config
     from tasks.planning.describe import describe_plan
     from tasks.planning.plan import plan_run
+    from tasks.planning.pretrained import check_weights
 
     if options.fields:
         print_pairs("fields of the config", field_rows())
         return
     config = load_config(options.preset, options.overrides)
     plan = plan_run(config, inventory=_inventory(config, hosts=options.hosts))
+    check_weights(config)
     if options.json:
         print(plan.model_dump_json())
     else:

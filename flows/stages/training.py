@@ -34,7 +34,7 @@ from tasks.launch.slurm_allocation import held_nodes, note_run, run_before_reque
 from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
 from tasks.planning.describe import describe_plan
-from tasks.planning.pretrained import check_optimizer, check_tokenizer
+from tasks.planning.pretrained import check_optimizer, check_tokenizer, check_weights
 from tasks.promotion.gates import is_refusal
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
@@ -113,6 +113,7 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
         check_tasks(config)
         check_tokenizer(config)
         check_optimizer(config)
+        check_weights(config)
         check_store(config, run.run_id)
         with engine_of(config.data) as engine:
             folder, shards = corpus.prepare_corpus(
@@ -187,6 +188,7 @@ def _inventory(config: RunConfig, folder: Path) -> Inventory:
 def plan(config: RunConfig, inventory: Inventory) -> RunPlan:
     """Plan without a run: nothing is written."""
     made = planning.plan_run(config, inventory=inventory)
+    check_weights(config)
     show_pairs(describe_plan(made), key="plan", description="The plan")
     return made
 
