@@ -6,7 +6,7 @@ import datetime
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from tasks.evaluation.checks import check_prompts, check_tasks
 from tasks.evaluation.report import metrics_of, table_of
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
-from tasks.inference.onnx_generator import TextGenerator
+from tasks.inference.open_engine import open_engine
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
 from tasks.launch.local import kept_node
 from tasks.launch.recovery import attempts_of
@@ -38,6 +38,7 @@ from tasks.planning.pretrained import check_optimizer, check_tokenizer, check_we
 from tasks.promotion.gates import is_refusal
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
+from tasks.registry.tags import TAG_CHARS
 from tasks.reports.export_latency import draw_latency, latency_rows, precision_figures, precision_rows
 from tasks.reports.outcome import against_plan
 from tasks.reports.run_report import LATENCY
@@ -63,6 +64,7 @@ from training.records.train_result import TrainResult
 logger = logging.getLogger(__name__)
 
 ON_STORE = "shardline.store"  # tag: the run's URL
+LEFT_OUT = "shardline.left_out"  # tag: what the export lacks, and why
 
 
 def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tuple[Change, ...]]:
@@ -293,6 +295,9 @@ def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
         exported = programs.export(plan, run_dir=run.folder)
     wait_for_store()
     mlflow_run.log_files(run, run.folder / "export" / "export.json")
+    connect().set_tag(run.mlflow_run_id, LEFT_OUT, exported.left_out[:TAG_CHARS] or "nothing")
+    if exported.skipped:
+        show_pairs([*exported.skipped.items()], key="export-left-out", description="Left out of the export")
     latency = run.folder / "export" / "latency.json"
     report = LatencyReport.read(latency) if latency.is_file() else None
     if report:
@@ -342,17 +347,22 @@ def show_verdict(model: RegisteredModel) -> RegisteredModel:
 
 @stage("Generate from the registered model")
 def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
+    """Return text of the version, as `shardline generate` makes it; "" if no engine can open it on this machine."""
     if plan.config.objective == "masked":
         return ""
     wanted = plan.config.evaluation
     prompt = next((prompt for prompt in wanted.prompts if prompt), "")
     with timed(run, "generate"), time_progress("generating from the registered model"):
         resolved = resolve(f"{model.name}/{model.version}", tracking_uri=tracking_uri(), cache_dir=home() / "models")
-        text = TextGenerator(resolved.export_dir).generate(
-            prompt,
-            new_tokens=wanted.sample_tokens,
-            temperature=wanted.temperature,
-            top_k=wanted.top_k,
-            seed=plan.config.train.seed,
-        )
-    return prompt + text
+        try:
+            with closing(open_engine(resolved.export_dir)) as engine:
+                return prompt + engine.generate(
+                    prompt,
+                    new_tokens=wanted.sample_tokens,
+                    temperature=wanted.temperature,
+                    top_k=wanted.top_k,
+                    seed=plan.config.train.seed,
+                )
+        except (ValueError, RuntimeError) as error:
+            logger.warning("%s/%d is registered, but made no text here: %s", model.name, model.version, error)
+            return ""

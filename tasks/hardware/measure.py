@@ -38,6 +38,7 @@ from training.node.compiler import why_no_compile
 from training.node.limits import usable_memory_bytes
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.record import DamagedRecord, Record
+from training.tracking.redaction import plain
 
 log = logging.getLogger(__name__)
 
@@ -251,6 +252,7 @@ def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_
 
 def last_lines(output: str, *, num_lines: int = 20) -> str:
     """Return the end of the ranks' output, and how the first of them ended; torchrun's own traceback has no cause."""
+    output = plain(output)
     printed = re.split(r"^[EW]\d{4} .*torch.distributed.elastic", output, maxsplit=1, flags=re.MULTILINE)[0]
     first_end = re.findall(r"Root Cause.*?^ *(rank .*?)\n *(exitcode .*?)$", output, flags=re.DOTALL | re.MULTILINE)
     return "\n".join([*printed.rstrip().splitlines()[-num_lines:], *(", ".join(parts) for parts in first_end)])

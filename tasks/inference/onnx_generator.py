@@ -326,7 +326,7 @@ def open_graph(folder: Path, *, precision: str, threads: int) -> onnxruntime.Inf
         raise ValueError(f"{folder} has no {names[0]} ({why}): {cure}")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3  # only errors, because its warnings are about its own graph optimizer
+    options.log_severity_level = 4  # its warnings are about its own optimizer, its errors are exceptions too
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
     return onnxruntime.InferenceSession(str(found[0]), options, providers=["CPUExecutionProvider"])
 

@@ -117,6 +117,7 @@ def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
         loss=float(tags["val_loss"]),
         tokens=int(tags.get("val_tokens", 0)),
         parity_passed=tags["parity_passed"] == "true",
+        formats=tags.get("formats", ""),
         scores=dict(terms.scores) if terms else {},
         by_source=terms.by_source if terms else _loss_by_source(version),
     )

@@ -21,7 +21,7 @@ from tasks.workspace.skip import skip_unreadable
 from tasks.workspace.wait import until
 from training.records.record import Record, read_fields
 from training.tracking.mlflow_sender import Sender
-from training.tracking.redaction import without_credentials
+from training.tracking.redaction import plain, without_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -66,6 +66,7 @@ class EndedRun(Record):
 
 def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:
     """Record `ending`, then send the rest of the metrics and the status. A later `reconcile` repeats failed parts."""
+    ending = ending.model_copy(update={"why": plain(ending.why)})
     note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
     until(lambda: _is_kept(client, folder, mlflow_run_id, ending), timeout_s=PATIENCE_S, every_s=TRY_EVERY_S)
     try:

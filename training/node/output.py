@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from training.records.node import RankEnd, RankFailure
+from training.tracking.redaction import plain
 
 MOST_WAITING = 4 * 2**20  # bytes to keep while nobody reads: after the end of dockerd a pipe blocks at 64 KiB
 CHUNK = 65_536
@@ -57,6 +58,7 @@ class Causes:
         if self._is_redrawn:
             self.last_lines.pop()
         self._is_redrawn = is_redrawn
+        line = plain(line)
         self.last_lines.append(line)
         if match := REPORTED_RANK.match(line):
             self._reported = int(match[1])
@@ -147,7 +149,7 @@ def _error_files(log_dir: Path) -> Iterable[tuple[int, str]]:
         message = json.loads(path.read_text())["message"]
         extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
         if "rank" in extra:
-            yield int(extra["rank"]), str(message["message"])[:LONGEST_CAUSE]
+            yield int(extra["rank"]), plain(str(message["message"]))[:LONGEST_CAUSE]
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -142,7 +142,7 @@ def test_a_run_of_another_mlflow_is_left_alone(home: Path) -> None:
     ("error", "expected"),
     [
         (None, ("FINISHED", "")),
-        (ValueError("bad corpus"), ("FAILED", "bad corpus")),
+        (ValueError("bad \x1b[1;31mcorpus\x1b[0m"), ("FAILED", "bad corpus")),  # colours of a library's error
         (RunStopped("told to stop"), ("KILLED", "told to stop")),
         (KeyboardInterrupt(), ("KILLED", "interrupted (KeyboardInterrupt)")),
     ],
