@@ -60,6 +60,11 @@ def make_plan(
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
     _check_shards(config, shards)
     _check_packing(config, shape)
+    if config.train.compile is True and (hf_config or {}).get("output_router_logits"):
+        raise ValueError(
+            "config.json of model.path has output_router_logits=true, and the balance loss cannot be collected from "
+            "compiled layers: set train.compile=false, or output_router_logits to false"
+        )
     (chosen, split, why_precision), why_compile = _choose_compile(
         config, shape, inventory, measurements, epoch, steps_in_time=steps_in_time
     )

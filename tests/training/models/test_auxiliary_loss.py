@@ -172,12 +172,22 @@ def test_meshes_that_cut_the_model_are_refused_when_the_run_is_planned(
         make_run(f"mixtral {mesh}", ranks=2, **settings(folder("mixtral")), **{f"parallel__{mesh}": 2})
 
 
-def test_the_plan_says_what_is_added_and_which_layers_are_left_out(
+def test_compiled_layers_are_refused_when_the_run_is_planned(
     folder: Callable[[str], Path], make_run: Callable[..., Path]
 ) -> None:
-    reasons = " ".join(RunPlan.read(make_run("said", **settings(folder("mixtral")))).reasons)
-    assert "output_router_logits" in reasons
-    assert "auxiliary_loss" in reasons
+    with pytest.raises(ValueError, match="output_router_logits=true, and the balance loss cannot be collected from"):
+        make_run("mixtral compiled", **settings(folder("mixtral")), train__compile=True)
+
+
+def test_the_plan_says_what_is_added_and_that_further_words_are_not_predicted(
+    tmp_path: Path, make_run: Callable[..., Path]
+) -> None:
+    config_of("mixtral", num_nextn_predict_layers=1).save_pretrained(tmp_path)
+    plan = RunPlan.read(make_run("said", **settings(tmp_path) | {"model__init": "random"}))
+    loss, further = [reason for reason in plan.reasons if reason.startswith("loss: ")]
+    assert "output_router_logits=true in config.json adds the class's balance loss" in loss
+    assert "the metric auxiliary_loss is the mean of a step's micro-batches" in loss
+    assert "num_nextn_predict_layers=1; the class that transformers trains has no such layers" in further
 
 
 def batch(rows: int = 2) -> tuple[Tensor, Tensor]:
