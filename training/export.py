@@ -41,9 +41,11 @@ from training.exports.onnx_graphs import (
 )
 from training.exports.parity import check_parity, graphs_in, held_out_texts, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
-from training.models.language_model import LanguageModel, auto_class_of, load_model
+from training.models.language_model import LanguageModel, load_model
+from training.models.pretrained import auto_class_of
 from training.node.limits import usable_memory_bytes
 from training.records.checkpoint import check_model, reading
+from training.records.model_state import WITHOUT_BUFFERS, Shapes, check_export
 from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.results import QUANTIZED, ExportedModel, ParityReport
@@ -102,7 +104,10 @@ def export_run(run_dir: Path) -> ExportedModel:
 
 
 def lacks_graphs(existing: ExportedModel, plan: RunPlan) -> bool:
-    """Return whether the plan asks for a graph that an export neither has nor left out for a reason."""
+    """Return whether the plan asks for a graph that an export neither has nor left out for a reason, or whether an
+    older version made the export, which may lack buffers."""
+    if not existing.tensors and plan.shape.architecture not in WITHOUT_BUFFERS:
+        return True
     if "onnx" in existing.skipped:
         return not why_no_graphs(plan)
     kinds = {precision: "batch" if precision in QUANTIZED else "forward" for precision in plan.config.export.precisions}
@@ -116,7 +121,7 @@ def _write_export(
     checkpoint, why = run_dir / result.checkpoint, why_no_graphs(plan)
     shutil.copytree(Path(plan.shards_dir) / "tokenizer", folder, dirs_exist_ok=True)
     progress.begin("writing the Hugging Face files")
-    hashes = _copy_huggingface(plan, checkpoint, folder)
+    hashes, tensors = _copy_huggingface(plan, checkpoint, folder)
     model = None
     if why:
         logger.warning("copied the weights without ONNX graphs: %s", why)
@@ -139,9 +144,11 @@ def _write_export(
         context=plan.config.train.context,
         end_id=plan.end_id,
         files={path.name: hashes.get(path.name) or sha256_file(path) for path in sorted(folder.iterdir())},
+        tensors={name: tuple(shape) for name, shape in tensors.items()},
         parity=parity,
         skipped=skipped,
     )
+    check_export(folder, exported)
     exported.write(folder / "export.json")
     if not graphs_in(folder):
         return exported
@@ -217,18 +224,21 @@ def _save_graphs(model: Any, plan: RunPlan, folder: Path, progress: Progress) ->
     return skipped
 
 
-def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> dict[str, str]:
-    """Write the files that save_pretrained would, without holding the model in memory: the weights' hashes, by file.
+def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> tuple[dict[str, str], Shapes]:
+    """Write the files that save_pretrained would, without holding the model in memory: the weights' hashes, by file,
+    and the shapes of the model's tensors.
 
-    Raises ValueError if the checkpoint lacks a weight of the model, or has one that is not finite.
+    Raises ValueError if the checkpoint does not have the model's tensors, or has a weight that is not finite.
     """
     from transformers import AutoConfig, GenerationConfig
 
     with quiet(), torch.device("meta"):
         settings = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
         model = auto_class_of(plan.config.objective).from_config(settings, dtype=torch.float32)
-    weights_for(LanguageModel(model, precision="fp32"), checkpoint)
-    hashes = {name: written.sha256 for name, written in copy_weights(checkpoint, folder).items()}
+    whole, buffers = LanguageModel(model, precision="fp32"), {name for name, _ in model.named_buffers()}
+    weights_for(whole, checkpoint)
+    written = copy_weights(checkpoint, folder, buffers=buffers)
+    hashes = {name: file.sha256 for name, file in written.items()}
     if model.can_generate():  # as from_pretrained makes it of a checkpoint
         model.generation_config = GenerationConfig.from_pretrained(
             checkpoint, config_file_name="config.json", _from_model_config=True
@@ -243,7 +253,7 @@ def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> dict[str
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    return hashes
+    return hashes, whole.state_shapes
 
 
 def _without_graphs(plan: RunPlan) -> ParityReport:

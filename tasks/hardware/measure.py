@@ -21,7 +21,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
-from pydantic import ValidationError
 
 import training
 from tasks.display.progress import time_progress
@@ -38,7 +37,7 @@ from tasks.workspace.processes import end_process
 from training.node.compiler import why_no_compile
 from training.node.limits import usable_memory_bytes
 from training.records.inventory import Device, Host, Inventory, Measured
-from training.records.record import Record
+from training.records.record import DamagedRecord, Record
 from training.tracking.redaction import plain
 
 log = logging.getLogger(__name__)
@@ -152,8 +151,8 @@ def read_cache(home: Path) -> HardwareCache:
         return HardwareCache()
     try:
         return HardwareCache.read(path)
-    except ValidationError:
-        log.warning("hardware: %s was written by another version: measuring again", path)
+    except DamagedRecord as error:
+        log.warning("hardware: measuring again: %s", error.problem)
         return HardwareCache()
 
 

@@ -13,6 +13,7 @@ from tasks.display.markdown import escape_markdown
 from tasks.registry.card import GAP
 from tasks.registry.logged_model import logged_model
 from tasks.registry.tags import TAG
+from training.records.model_state import check_export
 from training.records.plan import RunPlan
 from training.records.record import sha256_config
 from training.records.results import EvalReport, ExportedModel
@@ -67,6 +68,7 @@ def read_finished_run(run_dir: Path) -> FinishedRun:
                 f"{run_dir}/{name} is of step {record.step}, the run's last checkpoint is step {run.result.step}: "
                 f"do both again with `shardline resume {run_dir.name}`"
             )
+    check_export(run_dir / "export", run.export)
     if not plan.mlflow_run_id:
         raise ValueError(f"{run_dir}/plan.json names no MLflow run to link the model to: start runs with `shardline`")
     return run

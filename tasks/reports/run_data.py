@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,6 +18,7 @@ from tasks.runs.resume import Resumptions, read_resumptions
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
 from training.records.plan import TRAINER_PLAN, AnyPlan, CustomProgramPlan, RunPlan
+from training.records.record import read_fields
 from training.records.results import EvalReport, ExportedModel, LatencyReport, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult, train_failure
@@ -150,7 +150,7 @@ def read_run_data(
         events=history(folder),
         resumptions=read_resumptions(folder),
         attempts=attempts_of(folder),
-        stage_s=json.loads(stages.read_text()) if stages.exists() else {},
+        stage_s=read_fields(stages) if stages.exists() else {},
         stop_reason=stop_reason,
         preset=preset,
         links=links or {},

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from training.data.batch import IGNORED, Batch
 from training.models.architectures import ARCHITECTURES, architecture_of, layers_of
+from training.models.auxiliary_loss import AuxiliaryLoss
 from training.models.context import ContextPieces, attend_over
 from training.models.document_attention import (
     attend_by_document,
@@ -23,6 +24,8 @@ from training.models.document_attention import (
 from training.models.freezing import freeze
 from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import Softmax, linear_cross_entropy, linear_scores, softmax_
+from training.models.pretrained import auto_class_of, load_pretrained
+from training.models.state import state_of
 from training.planner.model_shape import dropout_fields
 from training.records.plan import RunPlan
 from training.runtime.mesh import copy_to_group, gather_sequence
@@ -41,6 +44,7 @@ class LanguageModel(nn.Module):
     def __init__(self, hf: nn.Module, *, precision: str) -> None:
         super().__init__()
         self.hf = hf
+        self.state_shapes = {name: tensor.shape for name, tensor in state_of(hf).items()}  # whole, before ranks cut it
         self.compute_in(precision)
         self.architecture = architecture_of(hf)
         self.causal = not type(hf).__name__.endswith("ForMaskedLM")
@@ -48,6 +52,7 @@ class LanguageModel(nn.Module):
             self.architecture is not None and self.output()[0] is hf.get_submodule(self.architecture.embedding).weight
         )
         self.num_words = 0 if self.architecture is None else len(self.output()[0])
+        self.auxiliary = AuxiliaryLoss(hf)
         self.softmax: Softmax = softmax_  # of the loss; compiled if layers are compiled for GPUs
         self.stages: dict[int, list[nn.Module]] = {}  # set by strategies/pipeline.py: this rank's layers by stage
         # Set by strategies/tensor.py, if ranks split matrices and the vocabulary:
@@ -86,12 +91,17 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Return the loss fp32 [], summed over targets; the arguments are int64 [batch, context], as in Batch.
 
-        If cp ranks split sequences, the sum is over the targets of this rank's tokens.
+        If cp ranks split sequences, the sum is over the targets of this rank's tokens. In training it includes what the
+        class adds to cross-entropy, which `self.auxiliary` counts; in evaluation it is cross-entropy alone.
         """
         with self.autocast(inputs.device):
             if self.architecture is not None:
                 return self.loss_from(self.hidden(inputs, positions, documents), self._own(targets))
-            return _losses(self._logits(inputs, positions, documents), targets.flatten()).sum()
+            if not self.hf.training:
+                return _losses(self._logits(inputs, positions, documents), targets.flatten()).sum()
+            logits, added = self.auxiliary.call(self.hf, targets, **self._generic_inputs(inputs, positions, documents))
+            loss = _losses(logits.flatten(0, 1).float(), targets.flatten()).sum()
+            return loss if added is None else loss + added
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -235,14 +245,21 @@ class LanguageModel(nn.Module):
         )
 
     def _logits(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """Return logits fp32 [tokens, vocab] of a class without an Architecture, which may cap or scale them.
+        """Return logits fp32 [tokens, vocab] of a class without an Architecture, which may cap or scale them."""
+        logits: Tensor = self.hf(**self._generic_inputs(inputs, positions, documents)).logits
+        return logits.flatten(0, 1).float()
 
-        Such a class also makes its own attention mask (windows, biases), so it is told only which tokens are padding.
+    def _generic_inputs(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> dict[str, Tensor]:
+        """Return the arguments of a class without an Architecture.
+
+        Such a class makes its own attention mask (windows, biases), so it is told only which tokens are padding. Where
+        all are, as they predict nothing, none is called so: a mean over no tokens would be NaN.
         """
         assert positions is None, "the plan refuses packing=documents for such classes"
-        mask = {} if documents is None else {"attention_mask": (documents != PADDING).long()}
-        logits: Tensor = self.hf(input_ids=inputs, **mask).logits
-        return logits.flatten(0, 1).float()
+        if documents is None:
+            return {"input_ids": inputs}
+        is_text = documents != PADDING
+        return {"input_ids": inputs, "attention_mask": (is_text | ~is_text.any()).long()}
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -287,11 +304,8 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     config, auto_class = plan.config, auto_class_of(plan.config.objective)
     settings = hf_config(plan)
     if config.model.init == "pretrained":
-        # Safetensors only: a .bin is a pickle, and whoever wrote it could run code here.
         path = plan.local(config.model.path)
-        hf = auto_class.from_pretrained(
-            path, config=settings, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-        )
+        hf = load_pretrained(auto_class, path, dtype=torch.float32, settings=settings)
     elif settings.model_type in ARCHITECTURES:
         with no_init_weights():
             hf = auto_class.from_config(settings, dtype=torch.float32)
@@ -302,7 +316,7 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     hf.config.use_cache = False  # set again on export; training needs no cache
     _let_every_word_learn(hf)
     freeze(hf, config.train.freeze)
-    weights: Mapping[str, Tensor] = {name: parameter.detach() for name, parameter in hf.named_parameters()}
+    weights: Mapping[str, Tensor] = {name: tensor.detach() for name, tensor in state_of(hf).items()}
     if config.model.init != "pretrained" and settings.model_type in ARCHITECTURES:
         with torch.device("meta"):
             template = auto_class.from_config(settings, dtype=torch.float32)
@@ -336,16 +350,8 @@ def _let_every_word_learn(hf: Any) -> None:
 
 def load_model(folder: Path, plan: RunPlan, *, dtype: torch.dtype = torch.float32) -> LanguageModel:
     """Return the model of a checkpoint or export folder in Hugging Face layout, ready to evaluate."""
-    hf = auto_class_of(plan.config.objective).from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
-    )
+    hf = load_pretrained(auto_class_of(plan.config.objective), folder, dtype=dtype)
     return LanguageModel(hf.eval(), precision=plan.precision)
-
-
-def auto_class_of(objective: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-
-    return AutoModelForMaskedLM if objective == "masked" else AutoModelForCausalLM
 
 
 def hf_config(plan: RunPlan) -> Any:

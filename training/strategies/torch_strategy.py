@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from training.data.batch import Batch, Share
+from training.models.freezing import without_gradient
 from training.models.language_model import LanguageModel
+from training.models.state import state_of
 from training.records.plan import RankPlan
 from training.runtime.mesh import Mesh, all_reduce_together
 from training.runtime.step_trace import phase
@@ -20,6 +23,8 @@ from training.strategies.float8 import scale_float8_weights
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.sharded_optimizer import ShardedOptimizer
 from training.strategies.stats import StepStats
+
+logger = logging.getLogger(__name__)
 
 
 def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> TorchStrategy:
@@ -32,7 +37,8 @@ class TorchStrategy:
     The summed loss is divided by the number of targets of all ranks, so that each target has the same weight in unequal
     micro-batches. `averaged_over`: the ranks over which the module's reduction averages gradients; the loss is
     multiplied by their number. `norm_groups`: groups whose ranks hold different parts of the gradient; the squared norm
-    is summed over them. `shard_optimizer`: dp ranks, which all hold the same weights, split the update.
+    is summed over them. `shard_optimizer`: dp ranks, which all hold the same weights, split the update. `needs_all`:
+    the module's reduction waits for a gradient of every parameter, and would never end without one.
     """
 
     def __init__(
@@ -46,18 +52,20 @@ class TorchStrategy:
         averaged_over: int = 1,
         norm_groups: tuple[dist.ProcessGroup, ...] = (),
         shard_optimizer: bool = False,
+        needs_all: bool = False,
     ) -> None:
         train = plan.config.train
         self.model, self.module, self.mesh, self.averaged_over = model, module, mesh, averaged_over
         self.clip_norm, self.may_skip = train.clip_norm, train.on_nonfinite == "skip" or plan.scales_loss
         self.scale = LossScale(dynamic=plan.scales_loss)
+        self.needs_all, self.is_checked = needs_all, False
         self.by_torchao = plan.config.parallel.fp8_by == "torchao"
         axes = (*(("dp",) if shard_optimizer else ()), *(("tp",) if plan.mesh["tp"] > 1 else ()))
         self.norm_groups = (*norm_groups, *(mesh[axis].get_group() for axis in axes))
         self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
         self.all_ranks = torch.arange(plan.world_size).view(-1, plan.mesh["tp"])
         self.named = self.saved_names()  # read once: while FSDP2 has weights gathered, the model lists those
-        self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        self.trained = {name: p for name, p in self.named.items() if isinstance(p, nn.Parameter) and p.requires_grad}
         self.sharded = ShardedOptimizer(self.trained, mesh["dp"]) if shard_optimizer else None
         if self.sharded is not None:
             self.trained = self.sharded.shards
@@ -75,9 +83,9 @@ class TorchStrategy:
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
 
-    def saved_names(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters, or its pieces of them, by the Hugging Face name they are saved under."""
-        return dict(self.model.hf.named_parameters())
+    def saved_names(self) -> dict[str, Tensor]:
+        """Return this rank's parameters, or its pieces of them, and persistent buffers, by the name in the files."""
+        return state_of(self.model.hf)
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
         """Return the context in which each micro-batch runs; strategies may reduce gradients only in the last one."""
@@ -109,6 +117,7 @@ class TorchStrategy:
         With `may_skip`, a norm that is not finite skips the update, on all ranks alike because the norm is global.
         """
         scale = self.scale.value
+        self.check_used()
         if self.of_pieces:
             all_reduce_together(self.gradients(self.of_pieces), self.mesh["tp"].get_group())
         if scale != 1.0:
@@ -127,12 +136,27 @@ class TorchStrategy:
         self.scale.update(overflow=skipped)
         return StepStats(
             loss_sum=self.counted_once(loss_sum),
+            auxiliary_sum=self.model.auxiliary.take(),
             num_targets=num_targets,
             grad_norm=norm,
             loss_scale=scale,
             skipped=skipped,
             sent_bytes=self.sent_bytes(),
         )
+
+    def check_used(self) -> None:
+        """Name, after the first backward, the trained parameters without a gradient, which no update changes.
+
+        Raises ValueError for them if the module's reduction `needs_all`.
+        """
+        if self.is_checked:
+            return
+        self.is_checked = True
+        unused = [name for name, parameter in self.trained.items() if parameter.grad is None]
+        if unused and self.needs_all:
+            raise ValueError(f"{without_gradient(unused, self.named)}; ddp and local-sgd wait for all gradients")
+        if unused and self.counts_replicated and self.mesh["dp"].get_local_rank() == 0:
+            logger.warning("%s, or leave them: they keep their values", without_gradient(unused, self.named))
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sent in the step that ends; 0: not counted."""
@@ -169,8 +193,8 @@ class TorchStrategy:
         return loss if self.counts_replicated else torch.zeros_like(loss)
 
     def weights(self) -> Iterator[tuple[str, Parts]]:
-        for name, parameter in self.named.items():
-            yield name, self.parts(name, parameter.detach())
+        for name, tensor in self.named.items():
+            yield name, self.parts(name, tensor.detach())
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
         for name, parameter in self.trained.items():
@@ -183,8 +207,8 @@ class TorchStrategy:
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.named.items():
-            own, target = self.own(name, weights[name], parameter), parameter.detach()
+        for name, tensor in self.named.items():
+            own, target = self.own(name, weights[name], tensor), tensor.detach()
             if isinstance(own, DTensor) and isinstance(target, DTensor):
                 own, target = own.to_local(), target.to_local()
             target.copy_(own)
@@ -207,11 +231,11 @@ class TorchStrategy:
             tensor.copy_(state[name])
 
     def parts(self, name: str, tensor: Tensor) -> Parts:
-        """Return the parts that the ranks hold of a parameter, or of its moment."""
+        """Return the parts that the ranks hold of a parameter, of its moment, or of a buffer."""
         return parts_of(tensor, cut=self.model.cuts.get(name), ranks=self.ranks_with(name))
 
     def ranks_with(self, name: str) -> Tensor:
-        """Return the ranks that hold a parameter, [dp, tp]."""
+        """Return the ranks that hold a parameter or buffer, and save it, [dp, tp]."""
         return self.all_ranks
 
     def own(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:

@@ -24,12 +24,6 @@ ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))
 OURS_ALONE = ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY")  # ranks never call Prefect, so they do not get these
 
 
-def shown(uri: str) -> str:
-    """Return `uri` in a form that may be printed: with *** for user:password."""
-    credentials = _credentials(uri)
-    return uri.replace(f"{credentials}@", "***@", 1) if credentials else uri
-
-
 def credentials_apart(uri: str) -> tuple[str, str, str] | None:
     """Return (URI without credentials, user, password) for an HTTP URI that has both; otherwise None."""
     credentials = _credentials(uri) if uri.startswith(("http://", "https://")) else ""

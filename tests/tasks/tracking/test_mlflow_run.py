@@ -63,7 +63,7 @@ def working(run_id: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.slow
 def test_a_run_that_somebody_works_on_cannot_be_opened_and_is_left_as_it_is(home: Path) -> None:
     with working("r1") as other:
-        with pytest.raises(ValueError, match=f"run r1 is being worked on by pid {other.pid} on "):
+        with pytest.raises(ValueError, match=f"run r1 is running: pid {other.pid} on "):
             tracked(tiny_config(), run_id="r1", tags={}).__enter__()
         assert reconcile_mlflow() == []
         assert status(home, "r1") == ("RUNNING", "")
