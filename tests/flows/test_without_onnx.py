@@ -23,8 +23,8 @@ SHORT = (
 
 
 @pytest.fixture(scope="module")
-def user_folder(tmp_path_factory: pytest.TempPathFactory, measured_hardware: Path) -> UserFolder:
-    return UserFolder(tmp_path_factory.mktemp("user"), hardware=measured_hardware)
+def user_folder(tmp_path_factory: pytest.TempPathFactory, begun_home: Path) -> UserFolder:
+    return UserFolder(tmp_path_factory.mktemp("user"), begun=begun_home)
 
 
 def pretrained(user_folder: UserFolder, *overrides: str, has: str = "") -> tuple[dict[str, Any], ExportedModel]:
