@@ -72,8 +72,8 @@ def gate(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfi
 
 
 def check_parity(challenger: Candidate) -> Check:
-    passed, formats = challenger.parity_passed, f" ({challenger.formats})" if challenger.formats else ""
-    return Check("parity", passed, f"the export{formats} is {'within' if passed else 'out of'} its parity bounds")
+    passed, formats = challenger.parity_passed, f": {challenger.formats}" if challenger.formats else ""
+    return Check("parity", passed, f"the export is {'within' if passed else 'out of'} its parity bounds{formats}")
 
 
 def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improvement: float) -> Check:

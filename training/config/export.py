@@ -72,7 +72,7 @@ class ExportConfig(Section):
         1e-3,
         gt=0,
         description="Parity bound for fp32 graphs: the largest absolute difference between any logit of ONNX "
-        "Runtime and of torch on held-out text.",
+        "Runtime and of torch on held-out text. Graphs that exceed a bound are left out of the export.",
     )
     min_argmax_agreement: float = Field(
         0.999,

@@ -62,6 +62,18 @@ def test_ranks_give_onnx_runtimes_text_and_are_started_again_once(exported_run: 
         engine.close()
 
 
+def test_weights_that_do_not_fit_in_memory_are_refused_before_a_rank_is_started(
+    exported_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.inference.torch_engine.device_kind_of", lambda degree: "cpu")
+    for name in ("export.json", "tokenizer.json", "config.json"):
+        (tmp_path / name).symlink_to(exported_run / "export" / name)
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(10 * 2**40)  # a hole: it takes no room on the disk
+    with pytest.raises(ValueError, match=r"take 10240\.0 GiB of memory, and [\d.]+ GiB are free: run it on"):
+        TorchEngine(tmp_path, InferenceConfig())
+
+
 @pytest.mark.slow
 def test_a_server_is_not_ready_without_its_ranks_and_leaves_none_when_it_is_killed(champion: Store) -> None:
     expected = TextGenerator(champion.exported / "export").generate("def ", new_tokens=12, temperature=0)

@@ -98,7 +98,7 @@ def test_required_tasks(challenger: Candidate, passed: bool, sentence: str) -> N
 
 def test_the_parity_gate_says_what_the_export_has() -> None:
     without = gate(replace(version(4, 2.0), formats="Hugging Face, model.onnx"), None, gates=GatesConfig())
-    assert without.checks[0].text == "the export (Hugging Face, model.onnx) is within its parity bounds"
+    assert without.checks[0].text == "the export is within its parity bounds: Hugging Face, model.onnx"
 
 
 def test_the_latency_budget_is_held_against_the_smoke_test() -> None:

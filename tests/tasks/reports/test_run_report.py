@@ -25,7 +25,7 @@ from tests.support.configs import inventory
 from tests.support.tiny_run import another_run
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
-from training.records.results import EvalReport, LatencyReport, Sample
+from training.records.results import EvalReport, ExportedModel, LatencyReport, Sample
 from training.records.train_result import TrainFailure, TrainResult
 
 HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/x.png>"
@@ -78,6 +78,9 @@ def test_the_summary_says_what_was_trained_how_good_how_fast_and_where_it_is_reg
     assert "1 CPU rank (single, fp32) at 1,000 tokens/s" in top
     assert "0.61 CPU rank hours" in top, "0.5 of training, 0.1 of evaluation, 0.01 of export"
     assert "The run finished without an interruption" in top
+    left_out = ExportedModel.read(run.folder / "export" / "export.json").skipped
+    table = page.partition("Left out of the export what why")[2]
+    assert all(f"{what} {why}" in table for what, why in left_out.items())
     assert "cost" not in top, "there are no prices"
     measured, predicted = 256.0, plan.predicted.step_ms
     assert f"time of a step {predicted:,.1f} ms {measured:,.1f} ms {measured / predicted - 1:+.0%}" in page

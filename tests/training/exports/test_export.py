@@ -178,16 +178,16 @@ def test_the_program_exports_quietly_and_replaces_the_export_of_another_checkpoi
 
 @pytest.mark.slow
 def test_a_graph_that_is_out_of_bounds_is_left_out_with_the_figures_and_the_cure(tmp_path: Path) -> None:
-    run_dir = tiny_run(tmp_path / "run", architecture="bert", max_perplexity_difference=1e-12, latency_seconds=0.1)
+    wanted = {"precisions": ["fp32", "fp16"], "fp16_max_logit_difference": 1e-12}
+    run_dir = tiny_run(tmp_path / "run", architecture="bert", layers=1, **wanted)
     record = export_run(run_dir)
     assert record.parity.passed
-    assert record.parity.graphs == ()
-    why = record.skipped["model.onnx"]
-    assert "(bound 1e-10%)" in why
-    assert "raise export.max_logit_difference and export.max_perplexity_difference" in why
-    assert not list((run_dir / "export").glob("*.onnx*")), "nor are there weights of a graph that is not there"
-    assert not (run_dir / "export" / "latency.json").exists()
-    assert "onnx" not in (run_dir / "export" / "README.md").read_text()
+    assert [graph.file for graph in record.parity.graphs] == ["model.onnx"]
+    why = record.skipped["model_fp16.onnx"]
+    assert "(bound 1e-12)" in why
+    assert "raise export.fp16_max_logit_difference and export.fp16_max_perplexity_difference" in why
+    assert not list((run_dir / "export").glob("model_fp16*")), "nor are there weights of a graph that is not there"
+    assert record.formats == "Hugging Face, model.onnx"
 
 
 def test_files_that_give_other_logits_end_the_export_with_a_report_and_the_cure(tmp_path: Path) -> None:
