@@ -26,7 +26,7 @@ def user_folder(tmp_path_factory: pytest.TempPathFactory, measured_hardware: Pat
 
 
 def pretrain(user_folder: UserFolder, model: Path) -> list[str]:
-    """The command that continues `model` on the user's corpus, and validates on all held-out text after its last step."""
+    """The command that continues `model` on the user's corpus; the last step is validated on all held-out text."""
     return [
         *("pretrain", str(user_folder.config), "train.steps=20", "export.latency_seconds=0"),
         *("model.architecture=path", f"model.path={model}", "model.init=pretrained", "model.dropout=0"),
@@ -56,7 +56,7 @@ def test_a_folder_without_a_layers_mlp_ends_before_its_corpus_is_tokenized(user_
     kept = {name: tensor for name, tensor in tensors.items() if "layers.2.mlp" not in name}
     save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
     known = set((user_folder.home / "tokens").glob("*"))
-    _, err = user_folder.run(*pretrain(user_folder, model), "data.tokenizer.kind=chars", expect=2)
+    _, err = user_folder.run(*pretrain(user_folder, model), "data.tokenizer.kind=characters", expect=2)
     assert "Gemma4ForCausalLM: it lacks model.layers.2.mlp.down_proj.weight" in err
     assert set((user_folder.home / "tokens").glob("*")) == known
     _, err = user_folder.run("plan", *pretrain(user_folder, model)[1:], expect=2)
