@@ -2,8 +2,9 @@
 
     python -m training.export runs/ID/plan.json
 
-The folder appears only if all of them give the checkpoint's logits on held-out text within the plan's bounds. Of a
-model that is too large for that the Hugging Face files are copied from the checkpoint, and there is nothing else.
+The folder appears only if the Hugging Face files give the checkpoint's logits on held-out text within the plan's
+bounds. ONNX graphs and TensorRT engines that do not, or that cannot be made, are left out, and the record says why. Of
+a model that is too large for that the Hugging Face files are copied from the checkpoint, and there is nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,16 @@ from training.checkpoint.load import weights_for
 from training.checkpoint.retention import keep
 from training.exports.latency import measure_latency
 from training.exports.model_card import model_card
-from training.exports.onnx_graphs import graph_file, remove_graph, save_graphs, save_quantized
-from training.exports.parity import check_parity, parity_failure
+from training.exports.onnx_graphs import (
+    experts_bytes,
+    graph_file,
+    graph_files,
+    reason,
+    remove_graphs,
+    save_graphs,
+    save_quantized,
+)
+from training.exports.parity import check_parity, graphs_in, held_out_texts, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
 from training.models.language_model import LanguageModel, load_model
 from training.models.pretrained import auto_class_of
@@ -127,7 +136,7 @@ def _write_export(
     if not parity.passed:
         shutil.rmtree(folder)
         raise ValueError(parity_failure(parity, report=run_dir / "parity.json"))
-    (folder / "README.md").write_text(model_card(plan, result, parity=parity, run_dir=run_dir))
+    (folder / "README.md").write_text(model_card(plan, result, parity=parity, run_dir=run_dir, folder=folder))
     exported = ExportedModel(
         step=result.step,
         checkpoint_sha256=result.checkpoint_sha256,
@@ -141,31 +150,44 @@ def _write_export(
     )
     check_export(folder, exported)
     exported.write(folder / "export.json")
-    if model is None:
+    if not graphs_in(folder):
         return exported
     if "tensorrt" not in skipped:
         progress.begin("building TensorRT engines")
-        exported = _with_engines(exported, folder, plan=plan)
+        exported = _unless_it_fails("tensorrt", lambda: build_engines(folder, plan=plan), exported, folder)
     if plan.config.export.latency_seconds:
         progress.begin("measuring the latency of the graphs")
-        with quiet():
-            measure_latency(model, folder, plan=plan).write(folder / "latency.json")
+        exported = _unless_it_fails("latency.json", lambda: _measure(model, folder, plan), exported, folder)
     return exported
+
+
+def _measure(model: Any, folder: Path, plan: RunPlan) -> None:
+    with quiet():
+        measure_latency(model, folder, plan=plan).write(folder / "latency.json")
 
 
 def why_no_graphs(plan: RunPlan) -> str:
     """Return the reason why the weights are copied and no ONNX graphs made, "" if graphs are."""
     size, most = 4 * plan.shape.parameters / 2**30, plan.config.export.onnx_up_to_gib
-    free = min(psutil.virtual_memory().available, usable_memory_bytes()) / 2**30
     what = f"the weights take {size:.3g} GiB in fp32"
     if size > most:
         return f"{what}, and export.onnx_up_to_gib = {most:g}: raise it to have graphs"
-    if size * GRAPHS_MEMORY > free:
-        return (
-            f"{what}; making and checking ONNX graphs needs {GRAPHS_MEMORY} times as much memory, and {free:.1f} GiB "
-            "are free: export on a host with more to have graphs"
-        )
-    return ""
+    return _no_room(
+        size * GRAPHS_MEMORY, f"{what}; making and checking ONNX graphs needs {GRAPHS_MEMORY} times as much"
+    )
+
+
+def why_no_experts(model: Any, plan: RunPlan) -> str:
+    """Return the reason why no ONNX graphs are made of this mixture of experts, "" if they are."""
+    tokens = max(sum(map(len, texts)) for texts in held_out_texts(plan))
+    size = tokens * experts_bytes(model) / 2**30
+    return _no_room(size, f"an ONNX graph copies its experts' weights for each token: {tokens:,} need {size:.3g} GiB")
+
+
+def _no_room(gib: float, what: str) -> str:
+    free = min(psutil.virtual_memory().available, usable_memory_bytes()) / 2**30
+    more = "export on a host with more to have graphs"
+    return f"{what} of memory, and {free:.1f} GiB are free: {more}" if gib > free else ""
 
 
 def _with_graphs(
@@ -174,25 +196,32 @@ def _with_graphs(
     """Write the graphs of the Hugging Face files in `folder`: the model, their parity with the checkpoint's model, and
     what is left out and why.
     """
-    causal = plan.config.objective == "causal"
     with quiet():
         progress.begin("writing the ONNX graphs")
         exported = load_model(folder, plan).hf
-        skipped = save_graphs(exported, folder, causal=causal)
-        if "fp16" in plan.config.export.precisions:
-            half = load_model(folder, plan, dtype=torch.float16).hf
-            skipped |= save_graphs(half, folder, precision="fp16", causal=causal)
-        for precision in QUANTIZED:
-            if precision in plan.config.export.precisions:
-                progress.begin(f"quantizing to {precision}")
-                skipped |= save_quantized(folder, precision)
+        skipped = _save_graphs(exported, plan, folder, progress)
     progress.begin("comparing the logits of the graphs with torch's")
     with quiet():
         trained = load_model(checkpoint, plan).hf
-    parity, out_of_bounds = check_parity(trained, exported, folder, plan=plan)
-    for name in out_of_bounds:
-        remove_graph(folder / name)
-    return exported, parity, skipped | out_of_bounds
+    parity, out = check_parity(trained, exported, folder, plan=plan)
+    remove_graphs(folder, out)
+    return exported, parity, skipped | out
+
+
+def _save_graphs(model: Any, plan: RunPlan, folder: Path, progress: Progress) -> dict[str, str]:
+    """Write the graphs that the plan asks for; return what is left out and why."""
+    causal, precisions = plan.config.objective == "causal", plan.config.export.precisions
+    if why := why_no_experts(model, plan):
+        return {name: why for precision in precisions for name in graph_files(precision, causal=causal)}
+    skipped = save_graphs(model, folder, causal=causal)
+    if "fp16" in precisions:
+        half = load_model(folder, plan, dtype=torch.float16).hf
+        skipped |= save_graphs(half, folder, precision="fp16", causal=causal)
+    for precision in QUANTIZED:
+        if precision in precisions:
+            progress.begin(f"quantizing to {precision}")
+            skipped |= save_quantized(folder, precision)
+    return skipped
 
 
 def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> tuple[dict[str, str], Shapes]:
@@ -232,13 +261,14 @@ def _without_graphs(plan: RunPlan) -> ParityReport:
     return ParityReport(reload_logit_difference=0.0, reload_logit_difference_bound=bound, graphs=())
 
 
-def _with_engines(exported: ExportedModel, folder: Path, *, plan: RunPlan) -> ExportedModel:
-    """Builds engines for this GPU. They are not among the export's files, and it is complete without them."""
+def _unless_it_fails(what: str, make: Callable[[], object], exported: ExportedModel, folder: Path) -> ExportedModel:
+    """Make what is not among the export's files. If it fails the export is complete without it, and says why."""
     try:
-        build_engines(folder, plan=plan)
-    except ValueError as error:
-        logger.warning("left out tensorrt: %s", error)
-        exported = exported.model_copy(update={"skipped": {**exported.skipped, "tensorrt": str(error)}})
+        make()
+    except Exception as error:
+        why = str(error) if isinstance(error, ValueError) else reason(error)
+        logger.warning("left out %s: %s", what, why)
+        exported = exported.model_copy(update={"skipped": {**exported.skipped, what: why}})
         exported.write(folder / "export.json")
     return exported
 

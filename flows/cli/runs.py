@@ -73,8 +73,10 @@ def _resume(options: argparse.Namespace) -> int:
     from tasks.runs.folder import latest_config
     from tasks.store.runs import fetch_run, is_on_store
     from tasks.tracking.mlflow_run import read_run
+    from tasks.workspace.locks import refuse_if_owned
 
     run = read_run(fetch_run(options.run) if is_on_store(options.run) else options.run)
+    refuse_if_owned(run.folder)  # at once, before its settings are looked at and any server is started
     if _is_comparison(run.folder):
         return _resume_comparison(run, options)
     config = with_overrides(latest_config(run.folder, begun_with=run.begun_with).model_dump(), options.overrides)

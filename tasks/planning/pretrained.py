@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import subprocess
@@ -15,7 +14,7 @@ from tasks.store.local_copy import local_copy
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
 from training.records.model_state import saved_shapes
-from training.records.record import sha256_file
+from training.records.record import read_fields, sha256_file
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
         raise ValueError(f"model.path = {model.path!r} has no config.json: give the folder or hub name of a model")
     if model.init == "pretrained":
         _check_files(Path(folder).expanduser())
-    content: dict[str, Any] = json.loads(path.read_text())
+    content: dict[str, Any] = dict(read_fields(path))
     if model.dropout:  # older files do not list all dropouts of their class
         from transformers import AutoConfig
 
@@ -82,7 +81,7 @@ def _check_files(folder: Path) -> None:
             "save_pretrained(FOLDER), then give that folder"
         )
     for index in folder.glob("*.safetensors.index.json"):
-        named = set(json.loads(index.read_text()).get("weight_map", {}).values())
+        named = set(read_fields(index).get("weight_map", {}).values())
         if beyond := sorted(name for name in named if Path(name).name != name):
             raise ValueError(
                 f"{index} refers to {beyond[0]}, outside its folder: a model's weights must lie beside its config"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,10 +91,14 @@ class ModelShard:
 
 
 class WholeModel:
-    """A whole model of any class, with the class's own cache for each row: rows are run one after another."""
+    """A whole model of any class, with the class's own cache for each row: rows are run one after another.
+
+    A class without keys and values (Mamba, GPT) reads the whole text again for each token: a row's cache holds its IDs.
+    """
 
     def __init__(self, hf: Any, *, vocab_size: int) -> None:
         self.hf, self.vocab_size, self.device = hf, vocab_size, next(hf.parameters()).device
+        self.has_keys = "past_key_values" in inspect.signature(hf.forward).parameters
         self.caches: dict[int, Any] = {}
 
     @torch.inference_mode()
@@ -111,9 +116,13 @@ class WholeModel:
         self.caches[step.target] = self.caches.pop(step.source)
 
     def _row(self, row: int, ids: Sequence[int]) -> Tensor:
-        inputs = torch.tensor([ids], device=self.device)
-        result = self.hf(input_ids=inputs, past_key_values=self.caches.get(row), use_cache=True)
-        self.caches[row] = result.past_key_values
+        if self.has_keys:
+            inputs = torch.tensor([ids], device=self.device)
+            result = self.hf(input_ids=inputs, past_key_values=self.caches.get(row), use_cache=True)
+            self.caches[row] = result.past_key_values
+        else:
+            self.caches[row] = [*self.caches.get(row, ()), *ids]
+            result = self.hf(input_ids=torch.tensor([self.caches[row]], device=self.device))
         logits: Tensor = result.logits[:, -1].float()
         return logits
 

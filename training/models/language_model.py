@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from training.data.batch import IGNORED, Batch
 from training.models.architectures import ARCHITECTURES, architecture_of, layers_of
+from training.models.auxiliary_loss import AuxiliaryLoss
 from training.models.context import ContextPieces, attend_over
 from training.models.document_attention import (
     attend_by_document,
@@ -51,6 +52,7 @@ class LanguageModel(nn.Module):
             self.architecture is not None and self.output()[0] is hf.get_submodule(self.architecture.embedding).weight
         )
         self.num_words = 0 if self.architecture is None else len(self.output()[0])
+        self.auxiliary = AuxiliaryLoss(hf)
         self.softmax: Softmax = softmax_  # of the loss; compiled if layers are compiled for GPUs
         self.stages: dict[int, list[nn.Module]] = {}  # set by strategies/pipeline.py: this rank's layers by stage
         # Set by strategies/tensor.py, if ranks split matrices and the vocabulary:
@@ -89,12 +91,17 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Return the loss fp32 [], summed over targets; the arguments are int64 [batch, context], as in Batch.
 
-        If cp ranks split sequences, the sum is over the targets of this rank's tokens.
+        If cp ranks split sequences, the sum is over the targets of this rank's tokens. In training it includes what the
+        class adds to cross-entropy, which `self.auxiliary` counts; in evaluation it is cross-entropy alone.
         """
         with self.autocast(inputs.device):
             if self.architecture is not None:
                 return self.loss_from(self.hidden(inputs, positions, documents), self._own(targets))
-            return _losses(self._logits(inputs, positions, documents), targets.flatten()).sum()
+            if not self.hf.training:
+                return _losses(self._logits(inputs, positions, documents), targets.flatten()).sum()
+            logits, added = self.auxiliary.call(self.hf, targets, **self._generic_inputs(inputs, positions, documents))
+            loss = _losses(logits.flatten(0, 1).float(), targets.flatten()).sum()
+            return loss if added is None else loss + added
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -238,14 +245,21 @@ class LanguageModel(nn.Module):
         )
 
     def _logits(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """Return logits fp32 [tokens, vocab] of a class without an Architecture, which may cap or scale them.
+        """Return logits fp32 [tokens, vocab] of a class without an Architecture, which may cap or scale them."""
+        logits: Tensor = self.hf(**self._generic_inputs(inputs, positions, documents)).logits
+        return logits.flatten(0, 1).float()
 
-        Such a class also makes its own attention mask (windows, biases), so it is told only which tokens are padding.
+    def _generic_inputs(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> dict[str, Tensor]:
+        """Return the arguments of a class without an Architecture.
+
+        Such a class makes its own attention mask (windows, biases), so it is told only which tokens are padding. Where
+        all are, as they predict nothing, none is called so: a mean over no tokens would be NaN.
         """
         assert positions is None, "the plan refuses packing=documents for such classes"
-        mask = {} if documents is None else {"attention_mask": (documents != PADDING).long()}
-        logits: Tensor = self.hf(input_ids=inputs, **mask).logits
-        return logits.flatten(0, 1).float()
+        if documents is None:
+            return {"input_ids": inputs}
+        is_text = documents != PADDING
+        return {"input_ids": inputs, "attention_mask": (is_text | ~is_text.any()).long()}
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -28,11 +28,12 @@ class StepOutcome:
     """One step over all ranks."""
 
     step: int
-    loss: float  # mean over the global batch's targets, nats
+    loss: float  # mean cross-entropy over the global batch's targets, nats
     grad_norm: float
     loss_scale: float
     skipped: bool
     nonfinite_ranks: tuple[int, ...]  # ranks whose own loss is not finite
+    auxiliary_loss: float | None = None  # what the model's class adds to it; None: nothing
 
     @property
     def finite(self) -> bool:

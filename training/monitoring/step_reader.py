@@ -1,7 +1,8 @@
 """Reads the results of steps from the device, only at log points: losses, gradient norms, and whether they are finite.
 
 Between log points a step only appends to a list, because reading a tensor would make the host wait for the device. At a
-log point all steps since the last one are read together, in one all-gather of 16 bytes per step and some 60 per rank.
+log point all steps since the last one are read together, in one all-gather of 16 bytes per step (24 with an auxiliary
+loss) and some 60 per rank.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class StepReader:
         device = self.rank.device
         losses = [stats.loss_sum for _, stats in self.unread]
         norms = [stats.grad_norm for _, stats in self.unread]
-        steps = torch.stack([value.detach().to(device, torch.float64) for value in losses + norms])
+        added = [stats.auxiliary_sum for _, stats in self.unread if stats.auxiliary_sum is not None]  # all, or none
+        steps = torch.stack([value.detach().to(device, torch.float64) for value in losses + norms + added])
         own = torch.cat([steps, torch.tensor(sample, dtype=torch.float64, device=device)])
         everyone = [torch.empty_like(own) for _ in range(self.rank.world_size)]
         dist.all_gather(everyone, own)
@@ -67,10 +69,13 @@ class StepReader:
 
     def _outcome(self, place: int, ranks: list[list[float]]) -> StepOutcome:
         step, stats = self.unread[place]
-        losses = [rank[place] for rank in ranks]
+        losses, added = [rank[place] for rank in ranks], None
+        if stats.auxiliary_sum is not None:
+            added = sum(rank[2 * len(self.unread) + place] for rank in ranks) / stats.num_targets
         return StepOutcome(
             step=step,
-            loss=sum(losses) / stats.num_targets,
+            loss=sum(losses) / stats.num_targets - (added or 0.0),
+            auxiliary_loss=added,
             grad_norm=sum(rank[len(self.unread) + place] for rank in ranks) / len(ranks),  # local-sgd's groups differ
             loss_scale=stats.loss_scale,
             skipped=stats.skipped,
@@ -82,6 +87,8 @@ class StepReader:
         row: dict[str, float] = {}
         if self.latest is not None:
             row |= {"loss": self.latest.loss, "grad_norm": self.latest.grad_norm}
+            if self.latest.auxiliary_loss is not None:
+                row["auxiliary_loss"] = self.latest.auxiliary_loss
         if self.is_scaled:
             row["loss_scale"] = self.loss_scale
         if self.finite.skipped:

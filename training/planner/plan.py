@@ -13,7 +13,7 @@ from typing import Any
 
 from training.config.parallel import Precision
 from training.config.run import RunConfig
-from training.config.train import TrainConfig, check_schedule
+from training.config.train import TrainConfig, check_schedule, warn_of_warmup
 from training.planner.chosen_layout import ChosenLayout
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
@@ -32,6 +32,7 @@ from training.shards.packing import Epoch
 
 # Share of train.steps, because rates that were measured beside other programs can be a tenth of the true ones.
 FEWEST_STEPS = 0.2
+FURTHER_WORDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # multi-token prediction
 COMPILING_S = 60.0  # seconds that torch.compile takes when training begins: assumed, not measured
 
 
@@ -59,15 +60,21 @@ def make_plan(
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
     _check_shards(config, shards)
     _check_packing(config, shape)
+    if config.train.compile is True and (hf_config or {}).get("output_router_logits"):
+        raise ValueError(
+            "config.json of model.path has output_router_logits=true, and the balance loss cannot be collected from "
+            "compiled layers: set train.compile=false, or output_router_logits to false"
+        )
     (chosen, split, why_precision), why_compile = _choose_compile(
         config, shape, inventory, measurements, epoch, steps_in_time=steps_in_time
     )
     _check_choice(config, shape, inventory.device_kind, chosen, split)
+    _check_cross_attention(config, chosen, hf_config or {})
     run = _run_length(config, epoch, step_s=split.step_s, steps_in_time=steps_in_time)
     compiled = chosen.config.train.compile is True
     text, why_text = _text(config, epoch, steps=run.steps, sequences=run.sequences)
     assumed = _assumptions(config, shards, inventory, steps=run.steps, compiled=compiled)
-    reasons = [f"{run.steps} steps: {run.why}", *assumed, *why_text]
+    reasons = [f"{run.steps} steps: {run.why}", *assumed, *_other_losses(hf_config or {}), *why_text]
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, num_steps=run.steps)
     _check_disk(config, predicted.checkpoint_gib, run.steps, hosts[0])
@@ -269,10 +276,7 @@ def _assumptions(
         reasons.append(
             f"vocabulary {ASSUMED_VOCAB[tokenizer.kind]:,}: assumed, because the corpus is not tokenized yet"
         )
-    if train.warmup_steps >= steps:
-        reasons.append(
-            f"learning rate: training ends after {steps} steps, within the {train.warmup_steps} steps of warm-up"
-        )
+    reasons += warn_of_warmup(train, steps=steps)
     if wants_trial(config, inventory.device_kind, compiled=compiled):
         if config.train.micro_batch:
             reasons.append("compile: a trial of a few steps will confirm that compiled layers work and fit")
@@ -280,6 +284,24 @@ def _assumptions(
             reasons.append("micro-batch: predicted to fit; a trial of a few steps will confirm this before training")
     slow = (f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())
     return [*reasons, *assumptions(inventory), *slow]
+
+
+def _other_losses(hf: Mapping[str, Any]) -> list[str]:
+    """Return sentences on losses beside cross-entropy that a config.json asks for."""
+    reasons = []
+    if hf.get("output_router_logits"):
+        reasons.append(
+            "loss: output_router_logits=true in config.json adds the class's balance loss of experts to cross-entropy. "
+            "The class computes it in each micro-batch, so another train.micro_batch gives other values; the metric "
+            "auxiliary_loss is the mean of a step's micro-batches"
+        )
+    reasons += [
+        f"loss: config.json has {field}={hf[field]}; the class that transformers trains has no such layers: none is "
+        "trained or exported, and the loss is that of the next word alone"
+        for field in FURTHER_WORDS
+        if hf.get(field)
+    ]
+    return reasons
 
 
 def wants_trial(config: RunConfig, device_kind: str, *, compiled: bool) -> bool:
@@ -324,6 +346,19 @@ def _check_choice(
     _check_residual(config, shape, split.precisions)
     _check_fp8_by(config, shape, device_kind, split.precisions, tp=tp)
     _check_async_tp(config, device_kind, tp=tp, split=chosen.layout.sequence_parallel)
+
+
+def _check_cross_attention(config: RunConfig, chosen: ChosenLayout, hf: Mapping[str, Any]) -> None:
+    """Raise ValueError for parameters that get no gradient under a strategy that needs one of each."""
+    layout = chosen.layout
+    waits = layout.strategy in {"ddp", "local-sgd"} and layout.dp > 1 and not config.parallel.static_graph
+    needs_all = (waits and layout.pp == 1) or (layout.strategy.startswith("zero") and layout.tp == layout.pp == 1)
+    if hf.get("add_cross_attention") and needs_all and not config.train.freeze:
+        raise ValueError(
+            "config.json of model.path has add_cross_attention=true: a language model has no encoder to attend to, so "
+            f"these layers get no gradient, and {layout.strategy} needs one for each trained parameter: leave them out "
+            "of training with train.freeze='[\"*cross*\"]'"
+        )
 
 
 def _check_residual(config: RunConfig, shape: ModelShape, precisions: Sequence[Precision]) -> None:

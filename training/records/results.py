@@ -219,6 +219,16 @@ class ExportedModel(Record):
     parity: ParityReport
     skipped: dict[str, str]  # what could not be made, and why
 
+    @property
+    def formats(self) -> str:
+        """What the export has: `Hugging Face, decode.onnx, model.onnx`."""
+        return ", ".join(["Hugging Face", *(name for name in self.files if name.endswith(".onnx"))])
+
+    @property
+    def left_out(self) -> str:
+        """What could not be made, with the reasons, in one text; empty if all was made."""
+        return "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
+
 
 class RegisteredModel(Record):
     """A version in the registry, with what the gates decided about it."""

@@ -49,7 +49,15 @@ class Ddp(TorchStrategy):
                 broadcast_buffers=False,  # buffers do not change during training
                 init_sync=False,  # every rank loads the same weights
             )
-        super().__init__(plan, mesh, model, weights, module=module, averaged_over=plan.gradient_ranks)
+        super().__init__(
+            plan,
+            mesh,
+            model,
+            weights,
+            module=module,
+            averaged_over=plan.gradient_ranks,
+            needs_all=replicas > 1 and not parallel.static_graph,
+        )
         self.compression: Compression | None = None
         if plan.strategy == "ddp" and parallel.compression != "none" and isinstance(module, DistributedDataParallel):
             self.compression = compress(module, parallel, trained=self.trained)
@@ -89,6 +97,8 @@ class Ddp(TorchStrategy):
         device = batch.inputs.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             self.module(batch.inputs, batch.targets, batch.positions, batch.documents).backward()
+        self.check_used()
+        self.model.auxiliary.take()
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:

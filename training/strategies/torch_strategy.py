@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from training.data.batch import Batch, Share
+from training.models.freezing import without_gradient
 from training.models.language_model import LanguageModel
 from training.models.state import state_of
 from training.records.plan import RankPlan
@@ -21,6 +23,8 @@ from training.strategies.float8 import scale_float8_weights
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.sharded_optimizer import ShardedOptimizer
 from training.strategies.stats import StepStats
+
+logger = logging.getLogger(__name__)
 
 
 def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> TorchStrategy:
@@ -33,7 +37,8 @@ class TorchStrategy:
     The summed loss is divided by the number of targets of all ranks, so that each target has the same weight in unequal
     micro-batches. `averaged_over`: the ranks over which the module's reduction averages gradients; the loss is
     multiplied by their number. `norm_groups`: groups whose ranks hold different parts of the gradient; the squared norm
-    is summed over them. `shard_optimizer`: dp ranks, which all hold the same weights, split the update.
+    is summed over them. `shard_optimizer`: dp ranks, which all hold the same weights, split the update. `needs_all`:
+    the module's reduction waits for a gradient of every parameter, and would never end without one.
     """
 
     def __init__(
@@ -47,11 +52,13 @@ class TorchStrategy:
         averaged_over: int = 1,
         norm_groups: tuple[dist.ProcessGroup, ...] = (),
         shard_optimizer: bool = False,
+        needs_all: bool = False,
     ) -> None:
         train = plan.config.train
         self.model, self.module, self.mesh, self.averaged_over = model, module, mesh, averaged_over
         self.clip_norm, self.may_skip = train.clip_norm, train.on_nonfinite == "skip" or plan.scales_loss
         self.scale = LossScale(dynamic=plan.scales_loss)
+        self.needs_all, self.is_checked = needs_all, False
         self.by_torchao = plan.config.parallel.fp8_by == "torchao"
         axes = (*(("dp",) if shard_optimizer else ()), *(("tp",) if plan.mesh["tp"] > 1 else ()))
         self.norm_groups = (*norm_groups, *(mesh[axis].get_group() for axis in axes))
@@ -110,6 +117,7 @@ class TorchStrategy:
         With `may_skip`, a norm that is not finite skips the update, on all ranks alike because the norm is global.
         """
         scale = self.scale.value
+        self.check_used()
         if self.of_pieces:
             all_reduce_together(self.gradients(self.of_pieces), self.mesh["tp"].get_group())
         if scale != 1.0:
@@ -128,12 +136,27 @@ class TorchStrategy:
         self.scale.update(overflow=skipped)
         return StepStats(
             loss_sum=self.counted_once(loss_sum),
+            auxiliary_sum=self.model.auxiliary.take(),
             num_targets=num_targets,
             grad_norm=norm,
             loss_scale=scale,
             skipped=skipped,
             sent_bytes=self.sent_bytes(),
         )
+
+    def check_used(self) -> None:
+        """Name, after the first backward, the trained parameters without a gradient, which no update changes.
+
+        Raises ValueError for them if the module's reduction `needs_all`.
+        """
+        if self.is_checked:
+            return
+        self.is_checked = True
+        unused = [name for name, parameter in self.trained.items() if parameter.grad is None]
+        if unused and self.needs_all:
+            raise ValueError(f"{without_gradient(unused, self.named)}; ddp and local-sgd wait for all gradients")
+        if unused and self.counts_replicated and self.mesh["dp"].get_local_rank() == 0:
+            logger.warning("%s, or leave them: they keep their values", without_gradient(unused, self.named))
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sent in the step that ends; 0: not counted."""

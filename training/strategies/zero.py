@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.data.batch import Batch, Share
+from training.models.freezing import not_reached, without_gradient
 from training.models.init_weights import fill
 from training.models.language_model import LanguageModel
 from training.models.state import state_of
@@ -133,7 +134,7 @@ class Zero:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=_InForward(model), optimizer=adamw, config=deepspeed_config(plan), dist_init_required=False
         )
-        self.module, self.dp = self.engine, mesh["dp"].size()
+        self.module, self.dp, self.is_checked = self.engine, mesh["dp"].size(), False
         self.ranks = [*range(plan.world_size)]  # tp and pp are 1
         self.scale = LossScale(dynamic=plan.scales_loss)
         self.may_skip = train.on_nonfinite == "skip" or plan.scales_loss
@@ -150,6 +151,7 @@ class Zero:
         for batch in share.batches:
             with phase("forward"):
                 loss = self.engine(self.model.forward, batch.inputs, batch.targets, batch.positions, batch.documents)
+            self._check_used(loss)
             with phase("backward"):
                 self.engine.backward(loss * (self.dp / share.num_targets), scale_wrt_gas=False)
             with phase("optimizer"):
@@ -160,11 +162,22 @@ class Zero:
         self.scale.update(overflow=skipped)
         return StepStats(
             loss_sum=torch.stack(losses).sum(),
+            auxiliary_sum=self.model.auxiliary.take(),
             num_targets=share.num_targets,
             grad_norm=torch.as_tensor(float("inf") if skipped or norm is None else norm),
             loss_scale=scale,
             skipped=skipped,
         )
+
+    def _check_used(self, loss: Tensor) -> None:
+        """Raise ValueError, before the first backward, for trained parameters that get no gradient.
+
+        DeepSpeed would take it for 0, so that weight decay shrinks them; the other strategies leave them as they are.
+        """
+        if not self.is_checked and (unused := not_reached(loss, dict(self.trained()))):
+            names = (name for name, _ in self.model.hf.named_parameters())
+            raise ValueError(f"{without_gradient(unused, names)}; DeepSpeed would shrink them by weight decay")
+        self.is_checked = True
 
     def loss(self, batch: Batch) -> Tensor:
         loss: Tensor = self.engine(self.model.forward, batch.inputs, batch.targets, batch.positions, batch.documents)

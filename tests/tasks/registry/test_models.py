@@ -19,11 +19,11 @@ from tasks.registry.models import lineage, resolve
 from tasks.tracking.client import CLIENT_ENVIRONMENT, registry_client
 from tasks.workspace.paths import keep_password_apart, tracking_uri
 from tests.support.mlflow_store import Store
+from training.config.credentials import without_url_credentials
 from training.records.model_state import check_export
 from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.results import ExportedModel
-from training.tracking.redaction import shown
 
 
 @pytest.mark.parametrize("ref", ["tiny", "tiny@champion", "tiny/1"])
@@ -139,7 +139,7 @@ def test_an_mlflow_that_is_away_is_named_soon_in_one_line_and_without_the_passwo
     ],
 )
 def test_a_uri_is_shown_without_credentials(uri: str, printed: str) -> None:
-    assert shown(uri) == printed
+    assert without_url_credentials(uri) == printed
 
 
 def test_a_password_in_the_uri_reaches_the_server_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
