@@ -43,8 +43,10 @@ def check_weights(config: RunConfig) -> None:
     A process with torch compares them by the files' headers, in about 5 s. Without torch here, and for models on the
     hub, the ranks do it when they load the weights.
     """
+    if config.model.init != "pretrained":
+        return
     folder = Path(local_copy(config.model.path, field="model.path")).expanduser()
-    if config.model.init != "pretrained" or not folder.is_dir():
+    if not folder.is_dir():
         return
     saved_shapes(folder)
     if importlib.util.find_spec("torch") is None:
