@@ -202,8 +202,9 @@ def test_many_alike_names_are_one_pattern() -> None:
 
 
 def copy_of(plan_path: Path, folder: Path) -> Path:
-    """A run that a test may change."""
-    return Path(shutil.copytree(plan_path.parent, folder / "run")) / plan_path.name
+    """A run that a test may change, without its export."""
+    copied = shutil.copytree(plan_path.parent, folder / "run", ignore=shutil.ignore_patterns("export"))
+    return Path(copied) / plan_path.name
 
 
 def rewritten(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
