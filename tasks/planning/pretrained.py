@@ -13,6 +13,7 @@ from typing import Any
 from tasks.store.local_copy import local_copy
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
+from training.records.model_state import saved_shapes
 from training.records.record import read_fields, sha256_file
 
 logger = logging.getLogger(__name__)
@@ -37,14 +38,17 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def check_weights(config: RunConfig) -> None:
-    """Raise ValueError, with the names, if the tensors of a local model.path are not those of its class.
+    """Raise ValueError, with the names, if the tensors of a local model.path cannot be read or are not its class's.
 
     A process with torch compares them by the files' headers, in about 5 s. Without torch here, and for models on the
     hub, the ranks do it when they load the weights.
     """
-    folder = Path(local_copy(config.model.path, field="model.path")).expanduser()
-    if config.model.init != "pretrained" or not folder.is_dir():
+    if config.model.init != "pretrained":
         return
+    folder = Path(local_copy(config.model.path, field="model.path")).expanduser()
+    if not folder.is_dir():
+        return
+    saved_shapes(folder)
     if importlib.util.find_spec("torch") is None:
         logger.info("the ranks will compare the tensors of model.path = %s with its class: no torch is here", folder)
         return

@@ -1,4 +1,4 @@
-"""Trains, then evaluates, a Llama with persistent buffers: in each layer, as Gemma 4 has them, and one outside."""
+"""Trains a Llama with persistent buffers: one in each layer, as Gemma 4 has them, and one outside of the layers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
-from training import evaluate, train
+from training import train
 
 
 def main(plan_path: Path) -> None:
     with_buffers()
     train.main(plan_path)
-    evaluate.main(plan_path)
 
 
 def with_buffers() -> None:

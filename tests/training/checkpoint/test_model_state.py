@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.buffered_models import buffers_in, save_family
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import Ranks, losses, run_ranks
 from tests.support.tiny_shards import VOCAB
@@ -32,35 +31,6 @@ from training.tracking.rows import read_rows
 STEPS = 4
 SLOW = ("fsdp", "zero2", "sp", "pp interleaved", "tp x pp", "unlike", "fsdp x pp", "zero1 x pp", "local-sgd")
 RESUMED = ("ddp", "fsdp", "zero2", "zero3", "tp", "pp")
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma4": (
-        "gemma4_text",
-        {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-    ),
-    "deepseek-v3": (
-        "deepseek_v3",
-        {
-            **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1},
-            **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 8},
-            **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4},
-        },
-    ),
-    "llama with buffers": ("llama", {}),  # of tests/programs/buffered_llama.py
-}
-# What a class makes its buffers is not what a trained model has.
-BUFFERS: dict[str, Callable[[int], torch.Tensor]] = {
-    "layer_scalar": lambda layer: torch.tensor([0.4 + 0.1 * layer]),
-    "e_score_correction_bias": lambda layer: torch.tensor([0.9, -0.9, 0.5, -0.5]) * layer,
-}
 
 
 @pytest.fixture(scope="module")
@@ -69,21 +39,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     root = tmp_path_factory.mktemp("models")
 
     def folder(family: str) -> Path:
-        if not (root / family).exists():
-            kind, changes = FAMILIES[family]
-            torch.manual_seed(3)
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes))
-            model.save_pretrained(root / family)
-            path = root / family / "model.safetensors"
-            tensors = load_file(path)
-            if family == "llama with buffers":
-                tensors |= {f"model.layers.{n}.layer_scalar": torch.empty(1) for n in range(4)}
-                tensors["model.outside"] = torch.tensor([1.0, 2.0, 3.0])
-            for name in tensors:
-                if (end := name.rpartition(".")[2]) in BUFFERS:
-                    tensors[name] = BUFFERS[end](int(name.split(".")[2]))
-            save_file(tensors, path, metadata={"format": "pt"})
-        return root / family
+        return root / family if (root / family).exists() else save_family(root / family, family, vocab_size=VOCAB)
 
     return folder
 
@@ -179,8 +135,8 @@ def test_buffers_are_cut_and_saved_with_their_pipeline_stage(
     plan_path, alone = trained(family, layout), trained(family)
     assert_has_the_buffers_of(folder_of(family), checkpoint(plan_path))
     assert trained_loss(plan_path) == pytest.approx(trained_loss(alone), rel=1e-5)
-    for each in (plan_path, alone):  # these ranks loaded the checkpoint again
-        assert EvalReport.read(each.parent / "eval.json").loss == pytest.approx(trained_loss(each), rel=1e-5)
+    run_ranks(plan_path, program="tests.programs.buffered_llama_evaluated")
+    assert EvalReport.read(plan_path.parent / "eval.json").loss == pytest.approx(trained_loss(plan_path), rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in RESUMED)])
@@ -246,12 +202,9 @@ def test_many_alike_names_are_one_pattern() -> None:
 
 
 def copy_of(plan_path: Path, folder: Path) -> Path:
-    """A run that a test may change."""
-    return Path(shutil.copytree(plan_path.parent, folder / "run")) / plan_path.name
-
-
-def buffers_in(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.rpartition(".")[2] in {*BUFFERS, "outside"}]
+    """A run that a test may change, without its export."""
+    copied = shutil.copytree(plan_path.parent, folder / "run", ignore=shutil.ignore_patterns("export"))
+    return Path(copied) / plan_path.name
 
 
 def rewritten(folder: Path) -> Iterator[dict[str, torch.Tensor]]:

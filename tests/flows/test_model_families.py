@@ -1,0 +1,63 @@
+"""Classes with persistent buffers through the whole story: what is served has the loss of what was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tasks.registry.models import resolve
+from tests.support.buffered_models import buffers_in, save_family
+from tests.support.tiny_run import VOCAB
+from tests.support.user_folder import UserFolder
+from tests.training.checkpoint.test_model_state import held_out_loss, trained_loss
+from training.checkpoint.safetensors_files import TensorFiles
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def user_folder(tmp_path_factory: pytest.TempPathFactory, begun_home: Path) -> UserFolder:
+    return UserFolder(tmp_path_factory.mktemp("user"), begun=begun_home)
+
+
+def pretrain(user_folder: UserFolder, model: Path) -> list[str]:
+    """The command that continues `model` on the user's corpus; the last step is validated on all held-out text."""
+    return [
+        *("pretrain", str(user_folder.config), "train.steps=20", "export.latency_seconds=0"),
+        *("model.architecture=path", f"model.path={model}", "model.init=pretrained", "model.dropout=0"),
+        *("data.tokenizer.kind=bytes", "data.tokenizer.vocab_size=0"),
+        *("evaluation.every_steps=20", "evaluation.quick_sequences=100000"),
+    ]
+
+
+@pytest.mark.parametrize("family", ["gemma4", "deepseek-v3"])
+def test_the_served_model_has_the_loss_of_the_trained_one(family: str, user_folder: UserFolder) -> None:
+    model = save_family(user_folder.folder / family, family, vocab_size=VOCAB)
+    out, _ = user_folder.run(*pretrain(user_folder, model), f"name={family}", "--json")
+    outcome: dict[str, Any] = json.loads(out)
+    assert outcome["alias"] == "champion"
+    run_dir = user_folder.home / outcome["run_id"]
+    served = resolve(f"{family}@champion", tracking_uri=f"sqlite:///{user_folder.home}/mlflow.db").export_dir
+    loss = trained_loss(run_dir / "plan.json")
+    assert outcome["val_loss"] == pytest.approx(loss, rel=1e-5)
+    assert held_out_loss(run_dir / "plan.json", served) == pytest.approx(loss, rel=1e-5)
+    began, kept = TensorFiles(model, "model"), TensorFiles(served, "model")
+    assert all(torch.equal(began[name], kept[name]) for name in buffers_in(began))
+
+
+def test_a_folder_without_a_layers_mlp_ends_before_its_corpus_is_tokenized(user_folder: UserFolder) -> None:
+    model = save_family(user_folder.folder / "broken", "gemma4", vocab_size=VOCAB)
+    tensors = load_file(model / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.2.mlp" not in name}
+    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+    known = set((user_folder.home / "tokens").glob("*"))
+    _, err = user_folder.run(*pretrain(user_folder, model), "data.tokenizer.kind=characters", expect=2)
+    assert "Gemma4ForCausalLM: it lacks model.layers.2.mlp.down_proj.weight" in err
+    assert set((user_folder.home / "tokens").glob("*")) == known
+    _, err = user_folder.run("plan", *pretrain(user_folder, model)[1:], expect=2)
+    assert "it lacks model.layers.2.mlp.down_proj.weight" in err
