@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from flows.prefect_ui import links
 from flows.prefect_ui.artifacts import show_table
@@ -37,6 +35,7 @@ from tasks.runs.resume import changes
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun, tracked
 from tasks.workspace.paths import command, run_folder, tracking_uri
+from training.config.credentials import PublicText
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
 from training.records.token_shards import TokenShards
@@ -50,7 +49,11 @@ CSV, PICTURE, PAGE, RECORD, CONFIG = (f"comparison.{kind}" for kind in ("csv", "
 
 @shardline_flow("Compare", run_name="compare {config.name}")
 def compare(
-    config: RunConfig, strategies: list[str], target_loss: float = 0.0, baseline: bool = True, run_id: str = ""
+    config: RunConfig,
+    strategies: list[PublicText],
+    target_loss: float = 0.0,
+    baseline: bool = True,
+    run_id: PublicText = "",
 ) -> Comparison:
     """Train `config` under each of `strategies` and report how they compare.
 
@@ -166,7 +169,7 @@ class Children:
         return outcome.model_copy(update=update)
 
 
-@task(name="Strategy", task_run_name="Train with {strategy.name}", cache_policy=NO_CACHE, persist_result=False)
+@stages.stage("Strategy", run_name="Train with {strategy.name}")
 def train_child(children: Children, strategy: ComparedStrategy) -> StrategyOutcome:
     """Train one strategy as a child run of the parent; skipped if it is done. Raises what its stages raise."""
     config, parent = children.config_of(strategy), children.parent

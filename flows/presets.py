@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from tasks.runs.folder import flattened
 from tasks.workspace.paths import command
+from training.config.credentials import without_url_credentials
 from training.config.run import RunConfig
 from training.config.serving import EvaluateConfig, ServeConfig, TritonConfig
 
@@ -150,10 +151,11 @@ def field_rows(part: type[BaseModel] = RunConfig, prefix: str = "") -> list[tupl
 
 
 def _describe_problem(problem: Any) -> str:
+    """Return what is wrong with a field, and its value without credentials."""
     place = ".".join(str(part) for part in problem["loc"])
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":  # of a section's `check`: it names the fields itself
         return message
     if problem["type"] == "extra_forbidden":
         return f"{place} is not a field of the config: `shardline plan --fields` lists them"
-    return f"{place} = {problem['input']!r}: {message}" if place else message
+    return without_url_credentials(f"{place} = {problem['input']!r}: {message}") if place else message

@@ -15,13 +15,14 @@ from flows.stages.stage import timed
 from tasks.planning.custom_program import CustomProgramOutcome
 from tasks.reports.outcome import Outcome
 from tasks.tracking.mlflow_run import tracked
+from training.config.credentials import PublicText
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
 
 
 @shardline_flow("Pretrain", run_name="{config.name}")
 def pretrain(
-    config: RunConfig, dry_run: bool = False, run_id: str = "", force: bool = False
+    config: RunConfig, dry_run: bool = False, run_id: PublicText = "", force: bool = False
 ) -> Outcome | CustomProgramOutcome | RunPlan:
     """Train, evaluate, export, register and promote a language model.
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from flows.prefect_ui.flow import shardline_flow
 from flows.stages import promotion as stages
+from training.config.credentials import PublicText
 from training.records.results import RegisteredModel
 
 
 @shardline_flow("Promote", run_name="promote {model}")
 def promote(
-    model: str, version: int | None = None, force: bool = False, overrides: tuple[str, ...] = (), by: str = ""
+    model: str, version: int | None = None, force: bool = False, overrides: tuple[PublicText, ...] = (), by: str = ""
 ) -> RegisteredModel:
     """Make a version champion if its gates pass, and roll it back if its servers fail or slow down.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,18 @@ from tests.support.tiny_shards import plan_tiny_run, write_tiny_shards
 pytest_plugins = ["tests.support.hosts"]
 
 SLOW_TIMEOUT_S = 900  # fixtures included: a module's set-up may be a whole pretrain
+MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 * 2**30
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell that starts us in the background makes us, and all we start, deaf to the SIGINT that tests send."""
+    """A shell that starts us in the background makes us, and all we start, deaf to the SIGINT that tests send.
+
+    Tests' folders lie in memory where it has room: a commit of SQLite waits 24 ms for this machine's disk, and
+    registering a model makes hundreds.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,6 +67,21 @@ def make_run(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
 def measured_hardware(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hardware.json of this machine with two CPU ranks."""
     return made_once(tmp_path_factory, "hardware", measure) / "hardware.json"
+
+
+@pytest.fixture(scope="session")
+def begun_home(tmp_path_factory: pytest.TempPathFactory, measured_hardware: Path, empty_store: Path) -> Path:
+    """A SHARDLINE_HOME as a first command leaves it: measured, with the tables of MLflow and Prefect, which take 10 s
+    and more to make."""
+
+    def begin(folder: Path) -> None:
+        shutil.copy(measured_hardware, folder)
+        shutil.copy(empty_store, folder)
+        command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
+        environment = os.environ | {"PREFECT_HOME": str(folder / "prefect")}
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+
+    return made_once(tmp_path_factory, "home", begin)
 
 
 @pytest.fixture(scope="session")

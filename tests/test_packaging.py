@@ -58,9 +58,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def user_folder(tmp_path: Path, measured_hardware: Path) -> UserFolder:
+def user_folder(tmp_path: Path, begun_home: Path) -> UserFolder:
     """A user's folder, with modules of the user's that bear the names of our packages."""
-    user_folder = UserFolder(tmp_path, hardware=measured_hardware)
+    user_folder = UserFolder(tmp_path, begun=begun_home)
     for name in NOT_OURS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"raise SystemExit('{name} of the user was imported')\n")

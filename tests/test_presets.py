@@ -57,6 +57,30 @@ def test_overrides_reach_their_field() -> None:
     assert (config.train.steps, config.data.path, config.evaluation.prompts) == (7, "my_texts", ("a", "b"))
 
 
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "store.url=s3://key:hunter2@bucket",
+            r"store\.url = 's3://\*\*\*@bucket': contains credentials, which would be",
+        ),
+        ("store=s3://key:hunter2@bucket", r"store = 's3://\*\*\*@bucket': Input should be"),
+        (
+            "launch.hosts=[{docker: http://key:hunter2@gpu1}]",
+            r"launch\.hosts\.0\.docker = 'http://\*\*\*@gpu1': String",
+        ),
+        (
+            "model.layers=https://example.org/x?token=hunter2",
+            r"model\.layers = 'https://example\.org/x\?\*\*\*': Input",
+        ),
+    ],
+)
+def test_a_refused_value_is_shown_without_its_password(override: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem) as refused:
+        load_config("quickstart", [override])
+    assert "hunter2" not in str(refused.value)
+
+
 def test_the_command_for_all_steps_means_the_same_config_without_minutes() -> None:
     changed = ["data.path=my texts", "train.steps=2000", "parallel.rebalance=on", 'evaluation.prompts=["a", "b c"]']
     config = load_config("quickstart", changed)

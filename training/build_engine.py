@@ -132,10 +132,9 @@ def _vocab_size(folder: Path) -> int:
 
 
 def _torch_model(folder: Path, exported: ExportedModel) -> Any:
-    from training.models.language_model import auto_class_of
+    from training.models.pretrained import auto_class_of, load_pretrained
 
-    model = auto_class_of(exported.objective)
-    return model.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False).eval()
+    return load_pretrained(auto_class_of(exported.objective), folder, dtype=torch.float32).eval()
 
 
 if __name__ == "__main__":

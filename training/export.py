@@ -2,8 +2,9 @@
 
     python -m training.export runs/ID/plan.json
 
-The folder appears only if all of them give the checkpoint's logits on held-out text within the plan's bounds. Of a
-model that is too large for that the Hugging Face files are copied from the checkpoint, and there is nothing else.
+The folder appears only if the Hugging Face files give the checkpoint's logits on held-out text within the plan's
+bounds. ONNX graphs and TensorRT engines that do not, or that cannot be made, are left out, and the record says why. Of
+a model that is too large for that the Hugging Face files are copied from the checkpoint, and there is nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,22 @@ from training.checkpoint.load import weights_for
 from training.checkpoint.retention import keep
 from training.exports.latency import measure_latency
 from training.exports.model_card import model_card
-from training.exports.onnx_graphs import graph_file, remove_graph, save_graphs, save_quantized
-from training.exports.parity import check_parity, parity_failure
+from training.exports.onnx_graphs import (
+    experts_bytes,
+    graph_file,
+    graph_files,
+    reason,
+    remove_graphs,
+    save_graphs,
+    save_quantized,
+)
+from training.exports.parity import check_parity, graphs_in, held_out_texts, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
-from training.models.language_model import LanguageModel, auto_class_of, load_model
+from training.models.language_model import LanguageModel, load_model
+from training.models.pretrained import auto_class_of
 from training.node.limits import usable_memory_bytes
 from training.records.checkpoint import check_model, reading
+from training.records.model_state import WITHOUT_BUFFERS, Shapes, check_export
 from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.results import QUANTIZED, ExportedModel, ParityReport
@@ -93,7 +104,10 @@ def export_run(run_dir: Path) -> ExportedModel:
 
 
 def lacks_graphs(existing: ExportedModel, plan: RunPlan) -> bool:
-    """Return whether the plan asks for a graph that an export neither has nor left out for a reason."""
+    """Return whether the plan asks for a graph that an export neither has nor left out for a reason, or whether an
+    older version made the export, which may lack buffers."""
+    if not existing.tensors and plan.shape.architecture not in WITHOUT_BUFFERS:
+        return True
     if "onnx" in existing.skipped:
         return not why_no_graphs(plan)
     kinds = {precision: "batch" if precision in QUANTIZED else "forward" for precision in plan.config.export.precisions}
@@ -107,7 +121,7 @@ def _write_export(
     checkpoint, why = run_dir / result.checkpoint, why_no_graphs(plan)
     shutil.copytree(Path(plan.shards_dir) / "tokenizer", folder, dirs_exist_ok=True)
     progress.begin("writing the Hugging Face files")
-    hashes = _copy_huggingface(plan, checkpoint, folder)
+    hashes, tensors = _copy_huggingface(plan, checkpoint, folder)
     model = None
     if why:
         logger.warning("copied the weights without ONNX graphs: %s", why)
@@ -122,7 +136,7 @@ def _write_export(
     if not parity.passed:
         shutil.rmtree(folder)
         raise ValueError(parity_failure(parity, report=run_dir / "parity.json"))
-    (folder / "README.md").write_text(model_card(plan, result, parity=parity, run_dir=run_dir))
+    (folder / "README.md").write_text(model_card(plan, result, parity=parity, run_dir=run_dir, folder=folder))
     exported = ExportedModel(
         step=result.step,
         checkpoint_sha256=result.checkpoint_sha256,
@@ -130,35 +144,50 @@ def _write_export(
         context=plan.config.train.context,
         end_id=plan.end_id,
         files={path.name: hashes.get(path.name) or sha256_file(path) for path in sorted(folder.iterdir())},
+        tensors={name: tuple(shape) for name, shape in tensors.items()},
         parity=parity,
         skipped=skipped,
     )
+    check_export(folder, exported)
     exported.write(folder / "export.json")
-    if model is None:
+    if not graphs_in(folder):
         return exported
     if "tensorrt" not in skipped:
         progress.begin("building TensorRT engines")
-        exported = _with_engines(exported, folder, plan=plan)
+        exported = _unless_it_fails("tensorrt", lambda: build_engines(folder, plan=plan), exported, folder)
     if plan.config.export.latency_seconds:
         progress.begin("measuring the latency of the graphs")
-        with quiet():
-            measure_latency(model, folder, plan=plan).write(folder / "latency.json")
+        exported = _unless_it_fails("latency.json", lambda: _measure(model, folder, plan), exported, folder)
     return exported
+
+
+def _measure(model: Any, folder: Path, plan: RunPlan) -> None:
+    with quiet():
+        measure_latency(model, folder, plan=plan).write(folder / "latency.json")
 
 
 def why_no_graphs(plan: RunPlan) -> str:
     """Return the reason why the weights are copied and no ONNX graphs made, "" if graphs are."""
     size, most = 4 * plan.shape.parameters / 2**30, plan.config.export.onnx_up_to_gib
-    free = min(psutil.virtual_memory().available, usable_memory_bytes()) / 2**30
     what = f"the weights take {size:.3g} GiB in fp32"
     if size > most:
         return f"{what}, and export.onnx_up_to_gib = {most:g}: raise it to have graphs"
-    if size * GRAPHS_MEMORY > free:
-        return (
-            f"{what}; making and checking ONNX graphs needs {GRAPHS_MEMORY} times as much memory, and {free:.1f} GiB "
-            "are free: export on a host with more to have graphs"
-        )
-    return ""
+    return _no_room(
+        size * GRAPHS_MEMORY, f"{what}; making and checking ONNX graphs needs {GRAPHS_MEMORY} times as much"
+    )
+
+
+def why_no_experts(model: Any, plan: RunPlan) -> str:
+    """Return the reason why no ONNX graphs are made of this mixture of experts, "" if they are."""
+    tokens = max(sum(map(len, texts)) for texts in held_out_texts(plan))
+    size = tokens * experts_bytes(model) / 2**30
+    return _no_room(size, f"an ONNX graph copies its experts' weights for each token: {tokens:,} need {size:.3g} GiB")
+
+
+def _no_room(gib: float, what: str) -> str:
+    free = min(psutil.virtual_memory().available, usable_memory_bytes()) / 2**30
+    more = "export on a host with more to have graphs"
+    return f"{what} of memory, and {free:.1f} GiB are free: {more}" if gib > free else ""
 
 
 def _with_graphs(
@@ -167,39 +196,49 @@ def _with_graphs(
     """Write the graphs of the Hugging Face files in `folder`: the model, their parity with the checkpoint's model, and
     what is left out and why.
     """
-    causal = plan.config.objective == "causal"
     with quiet():
         progress.begin("writing the ONNX graphs")
         exported = load_model(folder, plan).hf
-        skipped = save_graphs(exported, folder, causal=causal)
-        if "fp16" in plan.config.export.precisions:
-            half = load_model(folder, plan, dtype=torch.float16).hf
-            skipped |= save_graphs(half, folder, precision="fp16", causal=causal)
-        for precision in QUANTIZED:
-            if precision in plan.config.export.precisions:
-                progress.begin(f"quantizing to {precision}")
-                skipped |= save_quantized(folder, precision)
+        skipped = _save_graphs(exported, plan, folder, progress)
     progress.begin("comparing the logits of the graphs with torch's")
     with quiet():
         trained = load_model(checkpoint, plan).hf
-    parity, out_of_bounds = check_parity(trained, exported, folder, plan=plan)
-    for name in out_of_bounds:
-        remove_graph(folder / name)
-    return exported, parity, skipped | out_of_bounds
+    parity, out = check_parity(trained, exported, folder, plan=plan)
+    remove_graphs(folder, out)
+    return exported, parity, skipped | out
 
 
-def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> dict[str, str]:
-    """Write the files that save_pretrained would, without holding the model in memory: the weights' hashes, by file.
+def _save_graphs(model: Any, plan: RunPlan, folder: Path, progress: Progress) -> dict[str, str]:
+    """Write the graphs that the plan asks for; return what is left out and why."""
+    causal, precisions = plan.config.objective == "causal", plan.config.export.precisions
+    if why := why_no_experts(model, plan):
+        return {name: why for precision in precisions for name in graph_files(precision, causal=causal)}
+    skipped = save_graphs(model, folder, causal=causal)
+    if "fp16" in precisions:
+        half = load_model(folder, plan, dtype=torch.float16).hf
+        skipped |= save_graphs(half, folder, precision="fp16", causal=causal)
+    for precision in QUANTIZED:
+        if precision in precisions:
+            progress.begin(f"quantizing to {precision}")
+            skipped |= save_quantized(folder, precision)
+    return skipped
 
-    Raises ValueError if the checkpoint lacks a weight of the model, or has one that is not finite.
+
+def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> tuple[dict[str, str], Shapes]:
+    """Write the files that save_pretrained would, without holding the model in memory: the weights' hashes, by file,
+    and the shapes of the model's tensors.
+
+    Raises ValueError if the checkpoint does not have the model's tensors, or has a weight that is not finite.
     """
     from transformers import AutoConfig, GenerationConfig
 
     with quiet(), torch.device("meta"):
         settings = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
         model = auto_class_of(plan.config.objective).from_config(settings, dtype=torch.float32)
-    weights_for(LanguageModel(model, precision="fp32"), checkpoint)
-    hashes = {name: written.sha256 for name, written in copy_weights(checkpoint, folder).items()}
+    whole, buffers = LanguageModel(model, precision="fp32"), {name for name, _ in model.named_buffers()}
+    weights_for(whole, checkpoint)
+    written = copy_weights(checkpoint, folder, buffers=buffers)
+    hashes = {name: file.sha256 for name, file in written.items()}
     if model.can_generate():  # as from_pretrained makes it of a checkpoint
         model.generation_config = GenerationConfig.from_pretrained(
             checkpoint, config_file_name="config.json", _from_model_config=True
@@ -214,7 +253,7 @@ def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> dict[str
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    return hashes
+    return hashes, whole.state_shapes
 
 
 def _without_graphs(plan: RunPlan) -> ParityReport:
@@ -222,13 +261,14 @@ def _without_graphs(plan: RunPlan) -> ParityReport:
     return ParityReport(reload_logit_difference=0.0, reload_logit_difference_bound=bound, graphs=())
 
 
-def _with_engines(exported: ExportedModel, folder: Path, *, plan: RunPlan) -> ExportedModel:
-    """Builds engines for this GPU. They are not among the export's files, and it is complete without them."""
+def _unless_it_fails(what: str, make: Callable[[], object], exported: ExportedModel, folder: Path) -> ExportedModel:
+    """Make what is not among the export's files. If it fails the export is complete without it, and says why."""
     try:
-        build_engines(folder, plan=plan)
-    except ValueError as error:
-        logger.warning("left out tensorrt: %s", error)
-        exported = exported.model_copy(update={"skipped": {**exported.skipped, "tensorrt": str(error)}})
+        make()
+    except Exception as error:
+        why = str(error) if isinstance(error, ValueError) else reason(error)
+        logger.warning("left out %s: %s", what, why)
+        exported = exported.model_copy(update={"skipped": {**exported.skipped, what: why}})
         exported.write(folder / "export.json")
     return exported
 

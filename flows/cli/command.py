@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     from tasks.runs.errors import RunStopped
     from tasks.workspace.paths import keep_password_apart
+    from training.config.credentials import without_url_credentials
     from training.tracking.redaction import without_credentials
 
     keep_password_apart()
@@ -48,13 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.verbose:
             raise
         message = without_credentials(str(error), uri=os.environ.get("MLFLOW_TRACKING_URI", ""))
-        print(f"shardline: {message}", file=sys.stderr)
+        print(f"shardline: {without_url_credentials(message)}", file=sys.stderr)
         return BAD_INPUT if _is_bad_input(error) else FAILED
 
 
 def _is_bad_input(error: Exception) -> bool:
     """Whether the user caused the error: it is a ValueError, but not one from parsing a record or an answer."""
-    return isinstance(error, ValueError) and type(error).__name__ not in {"JSONDecodeError", "ValidationError"}
+    parsing = {"DamagedRecord", "JSONDecodeError", "ValidationError"}
+    return isinstance(error, ValueError) and type(error).__name__ not in parsing
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

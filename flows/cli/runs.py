@@ -73,8 +73,10 @@ def _resume(options: argparse.Namespace) -> int:
     from tasks.runs.folder import latest_config
     from tasks.store.runs import fetch_run, is_on_store
     from tasks.tracking.mlflow_run import read_run
+    from tasks.workspace.locks import refuse_if_owned
 
     run = read_run(fetch_run(options.run) if is_on_store(options.run) else options.run)
+    refuse_if_owned(run.folder)  # at once, before its settings are looked at and any server is started
     if _is_comparison(run.folder):
         return _resume_comparison(run, options)
     config = with_overrides(latest_config(run.folder, begun_with=run.begun_with).model_dump(), options.overrides)
@@ -112,12 +114,14 @@ def _plan(options: argparse.Namespace) -> None:
     from flows.presets import command_for_all_steps, field_rows, load_config
     from tasks.planning.describe import describe_plan
     from tasks.planning.plan import plan_run
+    from tasks.planning.pretrained import check_weights
 
     if options.fields:
         print_pairs("fields of the config", field_rows())
         return
     config = load_config(options.preset, options.overrides)
     plan = plan_run(config, inventory=_inventory(config, hosts=options.hosts))
+    check_weights(config)
     if options.json:
         print(plan.model_dump_json())
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.runtime import flow_run
 
-logger = logging.getLogger(__name__)
+from flows.prefect_ui.tell import tell_prefect
 
 
 def show_pairs(rows: Sequence[tuple[str, str]], *, key: str, description: str) -> None:
@@ -23,13 +22,13 @@ def show_pairs(rows: Sequence[tuple[str, str]], *, key: str, description: str) -
 
 
 def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, description: str) -> None:
-    _create_or_warn(create_table_artifact, [dict(row) for row in rows], key=key, description=description)
+    _create(create_table_artifact, [dict(row) for row in rows], key=key, description=description)
 
 
 def show_markdown(text: str, *, key: str, description: str, flow_run_id: str = "") -> None:
     """Show Markdown on the page of a flow run, by default of this one."""
     create = partial(_create_for, flow_run_id) if flow_run_id else create_markdown_artifact
-    _create_or_warn(create, text, key=key, description=description)
+    _create(create, text, key=key, description=description)
 
 
 def _create_for(flow_run_id: str, text: str, *, key: str, description: str) -> None:
@@ -43,19 +42,16 @@ def as_picture(path: Path, *, alt: str) -> str:
     return f"![{alt}](data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()})"
 
 
-def _create_or_warn(create: Callable[..., Any], content: Any, *, key: str, description: str) -> None:
-    try:
-        create(content, key=key, description=description)
-    except Exception as error:
-        logger.warning("Prefect did not accept the artifact %r (%s)", key, error)
+def _create(create: Callable[..., Any], content: Any, *, key: str, description: str) -> None:
+    tell_prefect(f"the artifact {key!r}", partial(create, content, key=key, description=description))
 
 
 def name_flow_run(name: str) -> None:
     """Rename the flow run. Prefect names it before the flow's first line, when the run has no ID yet."""
-    if not flow_run.id:
-        return
-    try:
+
+    def rename() -> None:
         with get_client(sync_client=True) as client:
             client.update_flow_run(UUID(str(flow_run.id)), name=name)
-    except Exception as error:
-        logger.warning("Prefect did not accept the run's name, %s (%s)", name, error)
+
+    if flow_run.id:
+        tell_prefect(f"the run's name, {name}", rename)

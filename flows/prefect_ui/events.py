@@ -5,8 +5,8 @@ If Prefect does not accept an event, that is logged and has no other effect.
 
 from __future__ import annotations
 
-import logging
 import socket
+from functools import partial
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -14,14 +14,14 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.events import emit_event
 
 from flows.prefect_ui.links import prefect_page
+from flows.prefect_ui.tell import tell_prefect
 from flows.servers.alerts import GATE_REFUSED, RUN_CRASHED, RUN_FAILED, TAKEN_BACK
 from tasks.launch.failure import cure_of
 from tasks.runs.errors import RunFailed
 from tasks.workspace.paths import command, home
+from tasks.workspace.skip import skip_unreadable
 from training.records.results import RegisteredModel
 from training.tracking.redaction import without_secrets
-
-logger = logging.getLogger(__name__)
 
 REPORTED = "shardline.reported"  # label of a flow run: the number of the start whose end was reported last
 MAX_CHARS = 2000  # length of a reason; the run's page has the last lines of the log
@@ -38,22 +38,18 @@ def emit(event: str, title: str, *, why: str, cure: str, about: str, run: str = 
         "host": socket.gethostname(),
     }
     resource = {"prefect.resource.id": f"shardline.{about}", "prefect.resource.name": about}
-    try:
-        emit_event(event, resource=resource, payload=payload)
-    except Exception as error:
-        logger.warning("Prefect did not accept the event %s of %s (%s)", event, about, error)
+    tell_prefect(f"the event {event} of {about}", partial(emit_event, event, resource=resource, payload=payload))
 
 
 def report_failure(flow_run_id: UUID, error: Exception) -> None:
     """Report that a flow run failed: its process ends with this error."""
     cure = cure_of(error.cause, error.detail) if isinstance(error, RunFailed) else None
-    try:
+
+    def report() -> None:
         with get_client(sync_client=True) as client:
             report_end(client, RUN_FAILED, client.read_flow_run(flow_run_id), why=str(error), cure=cure or "")
-    except Exception as refusal:
-        logger.warning(
-            "could not report to Prefect that the flow run failed (%s): `reconcile` reports it later", refusal
-        )
+
+    tell_prefect("that the flow run failed; `reconcile` reports it later", report)
 
 
 def report_end(client: SyncPrefectClient, event: str, flow_run: FlowRun, *, why: str, cure: str = "") -> None:
@@ -77,8 +73,10 @@ def report_end(client: SyncPrefectClient, event: str, flow_run: FlowRun, *, why:
 def run_of(flow_run: FlowRun) -> str:
     """Return the ID of the run that an outermost flow run works on; empty if SHARDLINE_HOME has none."""
     for path in home().glob("*/run.json"):
-        if flow_run.name == path.parent.name or f'"begun_by":"{flow_run.id}"' in path.read_text().replace(" ", ""):
-            return path.parent.name
+        with skip_unreadable(f"whether flow run {flow_run.name} began run {path.parent.name} is unknown"):
+            begun_by = f'"begun_by":"{flow_run.id}"'.encode()
+            if flow_run.name == path.parent.name or begun_by in path.read_bytes().replace(b" ", b""):
+                return path.parent.name
     return ""
 
 

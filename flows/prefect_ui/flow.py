@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
-from prefect.exceptions import CancelledRun
+from prefect.exceptions import CancelledRun, TerminationSignal
 from prefect.states import Cancelled
+from prefect.utilities.callables import get_call_parameters
 from prefect.utilities.hashing import file_hash
 from rich.console import Console
 
 from flows.prefect_ui.events import report_failure
+from flows.servers.embedded import NOTICED_WITHIN_S, is_gone
 from tasks.runs.errors import RunStopped
 from tasks.workspace.paths import keep_password_apart
 from tasks.workspace.processes import process_key
+from training.config.credentials import without_url_credentials
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 PROCESS = "shardline.process"  # label of a flow run: the process that runs it, so that others can tell whether it lives
+_outcomes: ContextVar[list[Future[Any]]] = ContextVar("outcomes")  # of the flow's function; the last call counts
 
 
 def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A Prefect flow. A RunStopped inside it ends it as Cancelled in Prefect, and is raised again to its caller.
+    """A Prefect flow. A RunStopped inside it ends it as Cancelled in Prefect, and is raised again to its caller. The
+    caller gets the function's own result or error even if Prefect does not answer any more.
 
     Any other error is reported to Prefect's automations by the outermost flow, so that one failure is one message.
     """
@@ -38,7 +48,7 @@ def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Ca
         @wraps(function)
         def cancelled_if_stopped(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                return function(*args, **kwargs)
+                return _kept(function, *args, **kwargs)
             except RunStopped as stop:
                 return cast(R, Cancelled(message=str(stop)))
             except Exception as error:
@@ -62,12 +72,54 @@ def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Ca
     return decorate
 
 
+def _kept(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a flow's function, and keep its result or error for StoppableFlow, whatever Prefect makes of it."""
+    outcome: Future[R] = Future()
+    _outcomes.get([]).append(outcome)
+    try:
+        outcome.set_result(function(*args, **kwargs))
+    except BaseException as error:
+        outcome.set_exception(error)
+    return outcome.result()
+
+
 class StoppableFlow(Flow[P, R]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.validate_parameters(get_call_parameters(self.fn, args, kwargs))  # before Prefect stores them
+        if is_gone():
+            return inspect.unwrap(self.fn)(*args, **kwargs)
+        outcomes = list[Future[Any]]()
+        reset = _outcomes.set(outcomes)
         try:
             return super().__call__(*args, **kwargs)
         except CancelledRun as stop:
             raise RunStopped(str(stop)) from None
+        except Exception as error:
+            if not is_gone(within_s=NOTICED_WITHIN_S):
+                if not outcomes or outcomes[-1].exception() is error:
+                    raise
+                said = "could not report to Prefect how the flow ended (%s): the next run or `shardline reconcile` will"
+                logger.warning(said, error)
+        finally:
+            _outcomes.reset(reset)
+        try:
+            return outcomes[-1].result() if outcomes else inspect.unwrap(self.fn)(*args, **kwargs)
+        except TerminationSignal:  # SIGTERM, which Prefect would send again to the command's own handler
+            raise KeyboardInterrupt from None
+
+    def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Does what Prefect does, which logs parameters that it refuses: here without credentials."""
+        logger = logging.getLogger("prefect.flows")
+        logger.addFilter(_hide_credentials)
+        try:
+            return super().validate_parameters(parameters)
+        finally:
+            logger.removeFilter(_hide_credentials)
+
+
+def _hide_credentials(record: logging.LogRecord) -> bool:
+    record.msg, record.args = without_url_credentials(record.getMessage()), None
+    return True
 
 
 def prepare_process(flow: Any, flow_run: Any, state: Any) -> None:

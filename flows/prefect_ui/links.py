@@ -6,6 +6,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_UI_URL
 
 from flows.prefect_ui.artifacts import name_flow_run, show_markdown
+from flows.prefect_ui.tell import outermost_flow_run
 from flows.servers.embedded import is_embedded
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
@@ -17,7 +18,7 @@ def prefect_tags() -> dict[str, str]:
     tags = {
         mlflow_run.FLOW_RUN: flow_run.id,
         mlflow_run.FLOW_RUN_STARTS: flow_run.run_count,
-        mlflow_run.ROOT_FLOW_RUN: flow_run.root_flow_run_id,
+        mlflow_run.ROOT_FLOW_RUN: outermost_flow_run(),
     }
     if flow_run.id:
         tags["prefect.flow_run_url"] = prefect_page(flow_run.id)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -23,12 +24,14 @@ import psutil
 
 from flows.servers.alerts import read_alerts, set_up_alerts
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
+from flows.servers.embedded import first_start
 from tasks.display.progress import time_progress
+from tasks.tracking.database import make_database
 from tasks.workspace.locks import owned
 from tasks.workspace.paths import UP_FILE, embedded_artifacts, home, up_url
 from tasks.workspace.processes import end_process, local_process, process_key
 from tasks.workspace.wait import until
-from training.records.record import write_atomically
+from training.records.record import read_fields, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +59,14 @@ def up(*, prefect_port: int, mlflow_port: int) -> dict[str, str]:
                 _check_port(name, ports[name])
         start = time.monotonic()
         try:
-            for name in missing:
-                if name in ports:
-                    _start(name, _command(name, ports[name]), url=f"http://127.0.0.1:{ports[name]}")
-            for name in ports:
-                _wait(name, lambda name=name: _answers(up_url(name), HEALTH[name]))  # type: ignore[misc]
+            with first_start(Path(_environment()["PREFECT_HOME"])) if "prefect" in missing else nullcontext():
+                for name in missing:
+                    if name == "mlflow":
+                        make_database(f"sqlite:///{home()}/mlflow.db")
+                    if name in ports:
+                        _start(name, _command(name, ports[name]), url=f"http://127.0.0.1:{ports[name]}")
+                for name in ports:
+                    _wait(name, lambda name=name: _answers(up_url(name), HEALTH[name]))  # type: ignore[misc]
             if missing:
                 _deploy(worker_is_missing="worker" in missing)
             else:
@@ -218,8 +224,7 @@ def _listener(port: int) -> str:
 
 def _read() -> dict[str, dict[str, str]]:
     path = home() / UP_FILE
-    known: dict[str, dict[str, str]] = json.loads(path.read_text()) if path.exists() else {}
-    return known
+    return read_fields(path) if path.exists() else {}
 
 
 def _process(name: str) -> psutil.Process | None:

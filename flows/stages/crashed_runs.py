@@ -30,6 +30,7 @@ from flows.prefect_ui.events import report_end
 from flows.prefect_ui.flow import PROCESS
 from flows.servers.alerts import RUN_CRASHED, RUN_FAILED
 from flows.servers.deploy import POOL, worker_name
+from flows.servers.embedded import is_gone
 from flows.stages.report import write_page
 from tasks.tracking import final_status
 from tasks.tracking.final_status import EndedRun, mark_prefect_knows
@@ -50,7 +51,10 @@ def reconcile_statuses() -> list[EndedRun]:
 
     Then emit events for flow runs that failed or crashed and could not emit one themselves.
     """
-    corrected = report_ended_runs(final_status.reconcile_mlflow())
+    ended = final_status.reconcile_mlflow()
+    if is_gone():
+        return []
+    corrected = report_ended_runs(ended)
     mark_crashed_flow_runs()
     report_unreported_ends()
     return corrected

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from flows.prefect_ui.artifacts import show_markdown, show_table
 from flows.prefect_ui.events import report_refusal, report_taken_back
+from flows.prefect_ui.tell import outermost_flow_run
 from flows.presets import parse_override
 from flows.servers.embedded import is_embedded
 from flows.stages.stage import stage
@@ -129,7 +130,7 @@ def roll_out(request: Request, case: Case, lock: PromotionLock) -> RegisteredMod
     move = promote.begin(client, lock, request, case) if case.passed else promote.refuse(client, request, case)
     if isinstance(move, RegisteredModel):
         if is_refusal(move.verdict):
-            report_refusal(move, flow_run_id=str(flow_run.root_flow_run_id or ""))
+            report_refusal(move, flow_run_id=outermost_flow_run())
         return move
     rollout.carry_out(client, lock, move, show=logger.debug)
     _report_if_taken_back(move)
@@ -149,7 +150,7 @@ def _report_if_taken_back(move: Move) -> None:
     champion = aliases_of(client, move.model).get(CHAMPION)
     if move.kind == "promotion" and champion is not None and champion == move.replaces:
         why = read_move(client, move.move_id).outcome
-        of = str(flow_run.root_flow_run_id or "")
+        of = outermost_flow_run()
         report_taken_back(move.model, version=move.version, now=champion, why=why, flow_run_id=of)
 
 

@@ -6,21 +6,37 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from flows.servers.embedded import is_gone
 from tasks.tracking.mlflow_run import TrackedRun
-from training.records.record import write_atomically
+from training.records.record import DamagedRecord, read_fields, write_atomically
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a Prefect task of that name, without a result cache, because each stage checks its own record."""
-    return task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)
+def stage(name: str, *, run_name: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a Prefect task of that name, without a result cache, because each stage checks its own record.
+
+    Once the embedded server is gone, the function is called without Prefect. `run_name`: of one run of the task, by
+    default `name`.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        made = task(name=name, task_run_name=run_name or name, cache_policy=NO_CACHE, persist_result=False)(function)
+
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            return (function if is_gone() else made)(*args, **kwargs)
+
+        return run
+
+    return decorate
 
 
 @contextmanager
@@ -30,12 +46,12 @@ def timed(run: TrackedRun, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        seconds = stage_seconds(run)
-        seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - start, 2)
-        with suppress(OSError):  # on a full disk this figure is lost; that must not hide why the stage ended
+        with suppress(OSError, DamagedRecord):  # this figure is lost; that must not hide why the stage ended
+            seconds = stage_seconds(run)
+            seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - start, 2)
             write_atomically(path, json.dumps(seconds))
 
 
 def stage_seconds(run: TrackedRun) -> dict[str, float]:
     path = run.folder / "stages.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read_fields(path) if path.exists() else {}

@@ -6,17 +6,14 @@ import datetime
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-from prefect.runtime import flow_run
 
 from flows.prefect_ui.artifacts import show_markdown, show_pairs, show_table
 from flows.prefect_ui.events import emit, report_refusal
 from flows.prefect_ui.links import prefect_page
+from flows.prefect_ui.tell import outermost_flow_run
 from flows.presets import command_for_all_steps
 from flows.servers.alerts import DISK_FILLS, RUN_STUCK
 from flows.stages.engine import engine_of
@@ -29,17 +26,19 @@ from tasks.evaluation.checks import check_prompts, check_tasks
 from tasks.evaluation.report import metrics_of, table_of
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
-from tasks.inference.onnx_generator import TextGenerator
+from tasks.inference.open_engine import open_engine
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
+from tasks.launch.local import kept_node
 from tasks.launch.recovery import attempts_of
 from tasks.launch.slurm_allocation import held_nodes, note_run, run_before_requeue
 from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
 from tasks.planning.describe import describe_plan
-from tasks.planning.pretrained import check_optimizer, check_tokenizer
+from tasks.planning.pretrained import check_optimizer, check_tokenizer, check_weights
 from tasks.promotion.gates import is_refusal
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
+from tasks.registry.tags import TAG_CHARS
 from tasks.reports.export_latency import draw_latency, latency_rows, precision_figures, precision_rows
 from tasks.reports.outcome import against_plan
 from tasks.reports.run_report import LATENCY
@@ -51,6 +50,7 @@ from tasks.store.uploads import Uploads, check_store
 from tasks.tracking import mlflow_run
 from tasks.tracking.client import connect, wait_for_store
 from tasks.tracking.mlflow_run import TrackedRun
+from tasks.workspace.locks import refuse_if_owned
 from tasks.workspace.paths import command, home, run_folder, tracking_uri
 from training.config.run import RunConfig
 from training.records.checkpoint import finished_checkpoints
@@ -64,10 +64,12 @@ from training.records.train_result import TrainResult
 logger = logging.getLogger(__name__)
 
 ON_STORE = "shardline.store"  # tag: the run's URL
+LEFT_OUT = "shardline.left_out"  # tag: what the export lacks, and why
 
 
 def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tuple[Change, ...]]:
-    """Return the run's ID, new or resumed, and the changes that `config` makes. Raises ValueError for refused ones.
+    """Return the run's ID, new or resumed, and the changes that `config` makes. Raises ValueError for refused ones, and
+    for a run that is running.
 
     A flow run that Prefect starts again (Retry) resumes the run that it began, and so does a requeued Slurm job.
     """
@@ -79,6 +81,7 @@ def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tup
         note_run(run_id, config)
         return run_id, ()
     run = mlflow_run.read_run(run_id)
+    refuse_if_owned(run.folder)
     changes = resume.accepted(run.folder, config, begun_with=run.begun_with, force=force)
     for change in changes:
         logger.warning("resumed with %s", change)
@@ -87,7 +90,7 @@ def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tup
 
 def begun_before(config: RunConfig) -> str:
     """Return the ID of the run that an earlier start of this flow run or Slurm job began; empty if there is none."""
-    run_id = mlflow_run.run_begun_by(str(flow_run.root_flow_run_id or ""), config) or run_before_requeue(config)
+    run_id = mlflow_run.run_begun_by(outermost_flow_run(), config) or run_before_requeue(config)
     if run_id:
         logger.info("this flow run was started again: resuming %s", run_id)
     return run_id
@@ -112,6 +115,7 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
         check_tasks(config)
         check_tokenizer(config)
         check_optimizer(config)
+        check_weights(config)
         check_store(config, run.run_id)
         with engine_of(config.data) as engine:
             folder, shards = corpus.prepare_corpus(
@@ -145,12 +149,15 @@ def kept_on_store(config: RunConfig, run: TrackedRun, shards_dir: Path) -> Itera
 
 @contextmanager
 def devices(config: RunConfig, run: TrackedRun) -> Iterator[None]:
-    """Hold the GPUs that the run will use; while another run has them, a task in Prefect shows which run."""
-    with gpu_queue.hold_gpus(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
+    """Hold the GPUs that the run will use; while another run has them, a task in Prefect shows which run.
+
+    The stages' ranks on this machine are forked from one process, so that only the first stage imports.
+    """
+    with gpu_queue.hold_gpus(config, run_id=run.run_id, wait=partial(wait_for_devices, run)), kept_node(run.folder):
         yield
 
 
-@task(name="Wait", task_run_name="Wait: {holder}", cache_policy=NO_CACHE, persist_result=False)
+@stage("Wait", run_name="Wait: {holder}")
 def wait_for_devices(run: TrackedRun, look: gpu_queue.Look, holder: gpu_queue.Holder) -> None:
     with timed(run, "wait"):
         gpu_queue.wait_for_gpus(look, holder, run_id=run.run_id)
@@ -183,6 +190,7 @@ def _inventory(config: RunConfig, folder: Path) -> Inventory:
 def plan(config: RunConfig, inventory: Inventory) -> RunPlan:
     """Plan without a run: nothing is written."""
     made = planning.plan_run(config, inventory=inventory)
+    check_weights(config)
     show_pairs(describe_plan(made), key="plan", description="The plan")
     return made
 
@@ -243,7 +251,7 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
 
 def watched(plan: RunPlan, run: TrackedRun) -> RunWatch:
     """Watch training; emit an event if no step comes for too long, or if the disk will be full before the end."""
-    shardline, link = command("shardline"), prefect_page(str(flow_run.root_flow_run_id or ""))
+    shardline, link = command("shardline"), prefect_page(outermost_flow_run())
 
     def on_stuck(why: str) -> None:
         logger.warning("training is stuck: %s", why)
@@ -287,6 +295,9 @@ def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
         exported = programs.export(plan, run_dir=run.folder)
     wait_for_store()
     mlflow_run.log_files(run, run.folder / "export" / "export.json")
+    connect().set_tag(run.mlflow_run_id, LEFT_OUT, exported.left_out[:TAG_CHARS] or "nothing")
+    if exported.skipped:
+        show_pairs([*exported.skipped.items()], key="export-left-out", description="Left out of the export")
     latency = run.folder / "export" / "latency.json"
     report = LatencyReport.read(latency) if latency.is_file() else None
     if report:
@@ -322,7 +333,7 @@ def register(run: TrackedRun) -> RegisteredModel:
     with timed(run, "register"), time_progress("registering the model"):
         model = register_model(run.folder, tracking_uri=tracking_uri())
     if is_refusal(model.verdict):
-        report_refusal(model, run=run.run_id, flow_run_id=str(flow_run.root_flow_run_id or ""))
+        report_refusal(model, run=run.run_id, flow_run_id=outermost_flow_run())
     return model
 
 
@@ -336,17 +347,22 @@ def show_verdict(model: RegisteredModel) -> RegisteredModel:
 
 @stage("Generate from the registered model")
 def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
+    """Return text of the version, as `shardline generate` makes it; "" if no engine can open it on this machine."""
     if plan.config.objective == "masked":
         return ""
     wanted = plan.config.evaluation
     prompt = next((prompt for prompt in wanted.prompts if prompt), "")
     with timed(run, "generate"), time_progress("generating from the registered model"):
         resolved = resolve(f"{model.name}/{model.version}", tracking_uri=tracking_uri(), cache_dir=home() / "models")
-        text = TextGenerator(resolved.export_dir).generate(
-            prompt,
-            new_tokens=wanted.sample_tokens,
-            temperature=wanted.temperature,
-            top_k=wanted.top_k,
-            seed=plan.config.train.seed,
-        )
-    return prompt + text
+        try:
+            with closing(open_engine(resolved.export_dir)) as engine:
+                return prompt + engine.generate(
+                    prompt,
+                    new_tokens=wanted.sample_tokens,
+                    temperature=wanted.temperature,
+                    top_k=wanted.top_k,
+                    seed=plan.config.train.seed,
+                )
+        except (ValueError, RuntimeError) as error:
+            logger.warning("%s/%d is registered, but made no text here: %s", model.name, model.version, error)
+            return ""

@@ -12,6 +12,7 @@ from tasks.registry.tags import TAG
 from tasks.tracking.client import connect
 from tasks.tracking.mlflow_run import EXACT, OVERRIDES, TrackedRun
 from tasks.workspace.paths import home, run_folder, tracking_uri
+from training.config.credentials import RECORD
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
 from training.records.record import Record
@@ -74,7 +75,7 @@ def find_original(ref: str) -> Original:
     return Original(
         run_id=run.data.tags.get(f"{TAG}run_id", ref),
         mlflow_run_id=mlflow_run_id,
-        config=RunConfig.model_validate_json(files[0].read_bytes()),
+        config=RunConfig.model_validate_json(files[0].read_bytes(), context=RECORD),
         plan=RunPlan.read(files[1]),
         git_commit=run.data.tags.get("mlflow.source.git.commit", "unknown"),
         losses={metric.step: metric.value for metric in history},

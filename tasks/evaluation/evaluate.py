@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import logging
 import re
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from training.planner.inference import check_inference
 from training.planner.model_shape import MASKED_TYPES, shape_of_hf
 from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
-from training.records.record import sha256_file
+from training.records.record import read_fields, sha256_file
 from training.records.results import QUANTIZED, EvalReport
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
@@ -101,7 +100,7 @@ def _last_checkpoint(what: str, run_dir: Path) -> Subject:
 
 def _checkpoint(what: str, folder: Path, run_dir: Path) -> Subject:
     plan, manifest = RunPlan.read(run_dir / "plan.json"), folder / "manifest.json"
-    step = int(json.loads(manifest.read_bytes())["step"])
+    step = int(read_fields(manifest)["step"])
     tokenizer = Path(plan.shards_dir) / "tokenizer"
     return Subject(what, folder, tokenizer, step=step, sha256=sha256_file(manifest), plan=plan)
 
@@ -166,8 +165,7 @@ def _objective(subject: Subject) -> Any:
 
 
 def _settings(subject: Subject) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads((subject.folder / "config.json").read_bytes())
-    return settings
+    return read_fields(subject.folder / "config.json")
 
 
 def _plan(

@@ -21,7 +21,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
-from pydantic import ValidationError
 
 import training
 from tasks.display.progress import time_progress
@@ -38,7 +37,8 @@ from tasks.workspace.processes import end_process
 from training.node.compiler import why_no_compile
 from training.node.limits import usable_memory_bytes
 from training.records.inventory import Device, Host, Inventory, Measured
-from training.records.record import Record
+from training.records.record import DamagedRecord, Record
+from training.tracking.redaction import plain
 
 log = logging.getLogger(__name__)
 
@@ -151,8 +151,8 @@ def read_cache(home: Path) -> HardwareCache:
         return HardwareCache()
     try:
         return HardwareCache.read(path)
-    except ValidationError:
-        log.warning("hardware: %s was written by another version: measuring again", path)
+    except DamagedRecord as error:
+        log.warning("hardware: measuring again: %s", error.problem)
         return HardwareCache()
 
 
@@ -252,6 +252,7 @@ def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_
 
 def last_lines(output: str, *, num_lines: int = 20) -> str:
     """Return the end of the ranks' output, and how the first of them ended; torchrun's own traceback has no cause."""
+    output = plain(output)
     printed = re.split(r"^[EW]\d{4} .*torch.distributed.elastic", output, maxsplit=1, flags=re.MULTILINE)[0]
     first_end = re.findall(r"Root Cause.*?^ *(rank .*?)\n *(exitcode .*?)$", output, flags=re.DOTALL | re.MULTILINE)
     return "\n".join([*printed.rstrip().splitlines()[-num_lines:], *(", ".join(parts) for parts in first_end)])

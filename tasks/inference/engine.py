@@ -36,6 +36,7 @@ class Engine(Protocol):
         """Return a stream with the continuation of a text or of token IDs, in pieces as they are generated.
 
         Raises ValueError in this call, not during reading, for an argument that is wrong or that this engine refuses.
+        Reading raises GrammarFailed for a text that can follow its grammar no further.
         """
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> str:

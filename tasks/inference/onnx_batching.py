@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from tasks.inference.onnx_generator import (
     CHUNK_TOKENS,
+    GrammarFailed,
     Sampling,
     TextGenerator,
     TextStream,
@@ -43,7 +44,8 @@ class Row(Iterator[int]):
         self.cancelled = False
         self._ids: list[int] = []
         self._taken = 0
-        self._ended, self._error = False, ""
+        self._ended = False
+        self._error: Exception | None = None
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def __next__(self) -> int:
@@ -55,14 +57,18 @@ class Row(Iterator[int]):
                 self._taken += 1
                 return self._ids[self._taken - 1]
             if ended and self._error:
-                raise RuntimeError(self._error)
+                raise self._error
             if ended:
                 raise StopIteration
             self._wake_ups.get()
 
     def choose(self, logits: np.ndarray, *, end_id: int, context: int) -> bool:
         """Choose and append the next token; return whether the text needs another one."""
-        token = self.chooser.choose(logits)
+        try:
+            token = self.chooser.choose(logits)
+        except GrammarFailed as error:
+            self._error = error
+            return False
         if token == end_id and self.sampling.stop_at_end:
             return False
         self._ids.append(token)
@@ -78,8 +84,8 @@ class Row(Iterator[int]):
         self.cancelled = True
         self._wake_ups.put(None)
 
-    def end(self, error: str = "") -> None:
-        self._error, self._ended = error, True
+    def end(self, error: Exception | None = None) -> None:
+        self._error, self._ended = error or self._error, True
         self._wake_ups.put(None)
 
 
@@ -137,8 +143,8 @@ class BatchedGenerator(TextGenerator):
                 self._step_running()
             except Exception as error:  # such as MemoryError: these texts fail, but the server continues
                 logger.exception("a decoding step failed: all running and waiting texts end with this error")
-                self._end_all(f"{type(error).__name__}: {error}")
-        self._end_all("this model was closed")
+                self._end_all(RuntimeError(f"{type(error).__name__}: {error}"))
+        self._end_all(RuntimeError("this model was closed"))
 
     def _wait(self) -> bool:
         """Wait until there is a text to decode; return False after `close`."""
@@ -147,7 +153,7 @@ class BatchedGenerator(TextGenerator):
                 self._wake.wait()
             return not self._closed
 
-    def _end_all(self, error: str) -> None:
+    def _end_all(self, error: Exception) -> None:
         with self._wake:
             unfinished = [*self._new, *self._rows]
             self._new.clear()

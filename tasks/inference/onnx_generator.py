@@ -68,6 +68,10 @@ class Sampling:
         return self.logprobs is None and not adjusted
 
 
+class GrammarFailed(ValueError):
+    """The text cannot follow its grammar any further: the matcher gave up, for example at one of its limits."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token's log-probability by the model alone: before temperature, penalties, bias and grammar."""
@@ -87,13 +91,14 @@ class TokenChooser:
         self._counts: Counter[int] = Counter()
 
     def choose(self, logits: np.ndarray) -> int:
-        """Return the next token, chosen from fp32 logits [vocab]."""
+        """Return the next token, chosen from fp32 logits [vocab]. Raises GrammarFailed if the grammar allows none."""
         if self._is_plain:
             return choose_token(logits, self.sampling, random=self.random)
         token = choose_token(self._adjusted(logits), self.sampling, random=self.random)
         self._counts[token] += 1
         if self._matcher:
             self._matcher.consume_token(token)
+            _check_matcher(self._matcher, self.sampling.grammar)
         if self.sampling.logprobs is not None:
             self.logprobs.append(_with_likeliest(_log_softmax(logits), token, top=self.sampling.logprobs))
         return token
@@ -107,9 +112,60 @@ class TokenChooser:
             logits[list(self._counts)] -= asked.presence_penalty + asked.frequency_penalty * counts
         if self._matcher:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            _check_matcher(self._matcher, asked.grammar)
             allowed = np.unpackbits(bits, bitorder="little", count=len(logits)).astype(bool)
             logits[~allowed] = -np.inf
         return logits
+
+
+class Grammars:
+    """Makes the matchers of texts that one tokenizer encodes; `end_id`: the token that ends a document."""
+
+    def __init__(self, tokenizer: Tokenizer, end_id: int) -> None:
+        self.tokenizer, self.end_id = tokenizer, end_id
+
+    def matcher(self, grammar: Mapping[str, Any]) -> Any:
+        """Return an llguidance.LLMatcher, which tells which tokens the grammar allows next.
+
+        Raises ValueError for an invalid grammar, and for one on which the matcher gives up before the first choice.
+        """
+        tokenizer = self._tokenizer
+        from llguidance import LLMatcher
+
+        if "json" in grammar:
+            # Without this option a model may write endless spaces between two values.
+            source = LLMatcher.grammar_from_json_schema(grammar["json"], overrides={"whitespace_flexible": False})
+        else:
+            source = LLMatcher.grammar_from_regex(grammar["regex"])
+        if problem := LLMatcher.validate_grammar(source, tokenizer):
+            raise ValueError(f"text cannot be constrained by this {next(iter(grammar))}: {problem}")
+        matcher = LLMatcher(tokenizer, source, log_level=0)
+        beginning = matcher.deep_copy()
+        beginning.consume_tokens(beginning.compute_ff_tokens())  # those that the grammar prescribes
+        beginning.compute_bitmask()
+        _check_matcher(beginning, grammar)
+        return matcher
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise ValueError(
+                "text by a JSON schema or a regular expression needs llguidance, which is not installed here: "
+                "install the extra `grammar`"
+            ) from None
+        return LLTokenizer(self.tokenizer.to_str(), eos_token=self.end_id)
+
+
+def _check_matcher(matcher: Any, grammar: Mapping[str, Any]) -> None:
+    """Raise GrammarFailed if the matcher is in its error state, in which it would end the text as if it were whole."""
+    if matcher.is_error():
+        why = matcher.get_error().partition("\n")[0]
+        raise GrammarFailed(
+            f"text cannot be constrained by this {next(iter(grammar))} (llguidance: {why}): simplify it; hundreds of "
+            "optional properties, or a property that requires itself, are more than it can match"
+        )
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -270,7 +326,7 @@ def open_graph(folder: Path, *, precision: str, threads: int) -> onnxruntime.Inf
         raise ValueError(f"{folder} has no {names[0]} ({why}): {cure}")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3  # only errors, because its warnings are about its own graph optimizer
+    options.log_severity_level = 4  # its warnings are about its own optimizer, its errors are exceptions too
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
     return onnxruntime.InferenceSession(str(found[0]), options, providers=["CPUExecutionProvider"])
 
@@ -390,6 +446,7 @@ class TextGenerator:
     def __init__(self, export_dir: Path | str, *, precision: str = "fp32", threads: int = 0) -> None:
         folder = Path(export_dir)
         self.context, self.end_id, self.tokenizer = open_export(folder)
+        self.grammars = Grammars(self.tokenizer, self.end_id)
         self.session = open_graph(folder, precision=precision, threads=threads)
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> str:
@@ -434,32 +491,7 @@ class TextGenerator:
     def chooser(self, sampling: Sampling) -> TokenChooser:
         """Return a chooser for one text. Raises ValueError for tokens outside the vocabulary or an invalid grammar."""
         check_tokens(self.tokenizer, sampling.logit_bias)
-        return TokenChooser(sampling, self._matcher(sampling.grammar) if sampling.grammar else None)
-
-    def _matcher(self, grammar: Mapping[str, Any]) -> Any:
-        """Return an llguidance.LLMatcher, which tells which tokens the grammar allows next."""
-        tokenizer = self._grammar_tokenizer
-        from llguidance import LLMatcher
-
-        if "json" in grammar:
-            # Without this option a model may write endless spaces between two values.
-            source = LLMatcher.grammar_from_json_schema(grammar["json"], overrides={"whitespace_flexible": False})
-        else:
-            source = LLMatcher.grammar_from_regex(grammar["regex"])
-        if problem := LLMatcher.validate_grammar(source, tokenizer):
-            raise ValueError(f"text cannot be constrained by this {next(iter(grammar))}: {problem}")
-        return LLMatcher(tokenizer, source)
-
-    @functools.cached_property
-    def _grammar_tokenizer(self) -> Any:
-        try:
-            from llguidance import LLTokenizer
-        except ImportError:
-            raise ValueError(
-                "text by a JSON schema or a regular expression needs llguidance, which is not installed here: "
-                "install the extra `grammar`"
-            ) from None
-        return LLTokenizer(self.tokenizer.to_str(), eos_token=self.end_id)
+        return TokenChooser(sampling, self.grammars.matcher(sampling.grammar) if sampling.grammar else None)
 
     def _new_ids(self, prompt_ids: list[int], chooser: TokenChooser) -> Iterator[int]:
         sampling = chooser.sampling

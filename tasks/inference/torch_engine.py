@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tasks.hardware.machine import device_kind_of, usable_cores
 from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import Sampling, TextStream, TokenLogprob, encode_prompt, open_export
 from tasks.inference.torch_ranks import Tokens, TorchRanks
 from training.config.serving import InferenceConfig
+from training.node.limits import usable_memory_bytes
 from training.planner.inference import check_inference
 from training.records.decoding import ROWS, DecodePlan, DecodeRequest
 
@@ -38,6 +41,7 @@ class TorchEngine:
             context=self.context,
             threads_per_rank=inference.threads or max(1, usable_cores() // inference.degree),
         )
+        _check_memory(self.plan)
         copies = 1 if inference.parallel in {"none", "tensor"} else inference.degree
         self.concurrent = ROWS * copies  # requests that are decoded at the same time
         self.numbers = itertools.count()
@@ -111,6 +115,21 @@ class TorchEngine:
             logger.error("%s", self.why_not)
         if self.closed:  # the engine was closed while the ranks were being started
             self.ranks.close()
+
+
+def _check_memory(plan: DecodePlan) -> None:
+    """Raise ValueError if the weights do not fit on this host's CPUs: the kernel would end the ranks, or others."""
+    if plan.device_kind != "cpu":
+        return
+    stored = sum(path.stat().st_size for path in Path(plan.folder).glob("*.safetensors"))  # fp32
+    copies = plan.degree if plan.parallel == "data" else 1
+    needed = copies * stored / (1 if plan.precision in {"auto", "fp32"} else 2)
+    free = min(psutil.virtual_memory().available, usable_memory_bytes())
+    if needed > free:
+        raise ValueError(
+            f"the weights of {plan.folder} take {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are "
+            "free: run it on a host with more, or on GPUs"
+        )
 
 
 class NewIds(Iterator[int]):

@@ -34,6 +34,7 @@ from training.records.decoding import (
     read_from_ranks,
     to_line,
 )
+from training.tracking.redaction import plain
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class TorchRanks:
 
     def error_in_log(self) -> str:
         """Return the error line in the ranks' log, or its last lines."""
-        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
+        lines = plain(self.log_path.read_text(errors="replace")).splitlines() if self.log_path.exists() else []
         killed = [line.strip() for line in lines if "received by PID" in line and "SIGTERM" not in line]
         errors = [line.strip() for line in lines if "Error: " in line and "ChildFailedError" not in line]
         return next(iter(killed or errors), "\n".join(lines[-LAST_LINES:]) or "their log is empty")

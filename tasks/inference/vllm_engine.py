@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.inference.onnx_generator import (
+    Grammars,
     Sampling,
     TextStream,
     TokenLogprob,
@@ -35,6 +36,7 @@ class VllmEngine:
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
         self.context, self.end_id, self.tokenizer = open_export(folder)
+        self.grammars = Grammars(self.tokenizer, self.end_id)
         check_inference(folder, inference)
         self.vllm = VllmProcess(folder, inference, context=self.context)
 
@@ -72,6 +74,8 @@ class VllmEngine:
                 f"with vLLM, penalties and grammars need prompt and new text within the context of {self.context} "
                 f"tokens: {prompt_tokens} + {params.new_tokens} are {needed}, so ask for fewer new tokens"
             )
+        if params.grammar:
+            self.grammars.matcher(params.grammar)  # vLLM's own would end the text as if it were whole
 
     def score(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
         if len(ids) > self.context - 1:

@@ -28,6 +28,7 @@ from tasks.inference.engine import EngineDied
 from tasks.workspace.processes import end_process
 from tasks.workspace.wait import until
 from training.config.serving import InferenceConfig
+from training.tracking.redaction import plain
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ class VllmProcess:
 
     def error_in_log(self) -> str:
         """Return the last error in vLLM's log, or its last lines."""
-        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
+        lines = plain(self.log_path.read_text(errors="replace")).splitlines() if self.log_path.exists() else []
         errors = [line.strip() for line in lines if "Error: " in line or "error: " in line]
         return errors[-1] if errors else "\n".join(lines[-LAST_LINES:]) or "its log is empty"
 

@@ -1,20 +1,20 @@
 """The launcher for this machine: one node program, in its own session, watched as a child process.
 
 A Ctrl-C in the terminal reaches only this process, which sends SIGTERM to the node. The ranks then save a checkpoint
-and end together, not in the middle of a collective.
+and end together, not in the middle of a collective. Inside `kept_node` the node lives on when its program is done, and
+starts the ranks of the run's next program without imports.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +23,14 @@ import psutil
 from infra.hosts import HostError
 from tasks.launch.attempt import end_path
 from tasks.launch.failure import LAST_LINES, SIGKILL, AttemptOutcome, NodeState
-from tasks.launch.launcher import Host, LaunchedPlan, Node, Program, grace_s
+from tasks.launch.launcher import DONE, Host, LaunchedPlan, Node, Program, grace_s
 from tasks.launch.lease import FENCE_S, withdraw_leases
 from tasks.launch.rank_environment import NCCL, SPINS
 from tasks.launch.standby import fits, standby_lease
 from tasks.runs.owner import RanksLauncher, ranks_launcher, tasks_of
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.processes import free_port, process_key
-from training.records.node import NodeEnd, NodeTask
+from training.records.node import HandedTask, NodeTask
 from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -48,44 +48,93 @@ class ThisMachine:
     interface: str = ""
 
 
-class ProcessNode(Node):
-    """A node program that is a child process. It is never silent: the process table always answers."""
+@dataclass(frozen=True)
+class Standby:
+    """A node that has imported a program, and waits for a task; `task`: the one for which it was started."""
 
-    def __init__(
-        self, host: str, process: subprocess.Popen[bytes], *, end_path: Path, log: Path, log_from: int
-    ) -> None:
+    process: subprocess.Popen[bytes]
+    task: NodeTask
+
+    def hand_over(self, path: Path, *, log: Path) -> bool:
+        """Give it the task at `path`; return whether it took the task."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(HandedTask(task=str(path), log=str(log)).model_dump_json().encode() + b"\n")
+            self.process.stdin.flush()
+        return self.process.poll() is None
+
+    def end(self) -> None:
+        """End it; it has no ranks."""
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(NODE_S)
+        if self.process.returncode is None:
+            _end_child(self.process)
+
+
+_kept: dict[Path, Standby | None] = {}  # run's folder -> the node that did the run's last program
+
+
+@contextmanager
+def kept_node(run_dir: Path) -> Iterator[None]:
+    """Keep the node of each program of the run for the next one, and end it afterwards."""
+    _kept[run_dir] = None
+    try:
+        yield
+    finally:
+        if kept := _kept.pop(run_dir):
+            kept.end()
+
+
+class ProcessNode(Node):
+    """A node program that is a child process. It is never silent: the process table always answers.
+
+    Its record counts as its end: after a program that is done, the process waits for the next task.
+    """
+
+    def __init__(self, host: str, standby: Standby, *, end_path: Path, log: Path, log_from: int) -> None:
         super().__init__(host, end_path=end_path)
-        self.process, self.log, self.log_from = process, log, log_from
+        self.standby, self.log, self.log_from = standby, log, log_from
         self.kills_before = kernel_kills()
         self.memory_was_used_up = False
 
     @property
     def state(self) -> NodeState:
         self._answered()
-        code = self.process.poll()
+        code = self.standby.process.poll()
         if code is None:
-            return NodeState(running=True)
+            return NodeState(running=not self.is_done, exit_code=DONE)
         if not self.last_lines:
             self._read_end()
         exit_code = code if code >= 0 else 128 - code
         return NodeState(running=False, exit_code=exit_code, oom_killed=self.memory_was_used_up)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its ranks came to their end."""
+        end = self._record()
+        return end is not None and end.ending == "done"
 
     def _read_end(self) -> None:
         with suppress(OSError), self.log.open("rb") as log:
             log.seek(self.log_from)
             lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
             self.last_lines = tuple(map(without_secrets, lines))
-        end = NodeEnd.read(self.end_path) if self.end_path.exists() else None
+        end = self._record()
         killed = end is None or any(failure.exit_code == -SIGKILL for failure in end.failures)
         self.memory_was_used_up = killed and kernel_kills() > self.kills_before
 
     def terminate(self) -> None:
-        self.process.terminate()
+        self.standby.process.terminate()
 
     def remove(self) -> None:
-        code = self.process.poll()
+        code = self.standby.process.poll()
+        if code is None and self.is_done:
+            return
         if code is None or code < 0:  # a node that was killed has left its ranks alive
-            _end_child(self.process)
+            _end_child(self.standby.process)
 
     def close(self) -> None:
         """Do nothing: the process is asked for its state, and no thread watches it."""
@@ -102,7 +151,8 @@ class LocalLauncher:
         self.plan, self.run_dir, self.log = plan, run_dir, run_dir / "logs" / f"{log}.log"
         self.host = ThisMachine(name_here(plan))
         self.pid_for_nodes = os.getpid()
-        self.standby: tuple[subprocess.Popen[bytes], NodeTask] | None = None
+        self.standby = _kept.get(run_dir)
+        self.node: ProcessNode | None = None
 
     def hosts(self) -> Sequence[ThisMachine]:
         return (self.host,)
@@ -111,7 +161,8 @@ class LocalLauncher:
         return free_port()
 
     def take_over(self) -> None:
-        end_earlier_attempt(self.run_dir, grace_s=grace_s(self.plan))
+        if self.standby is None:
+            end_earlier_attempt(self.run_dir, grace_s=grace_s(self.plan))
         end_containers(self.run_dir)
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
@@ -138,25 +189,38 @@ class LocalLauncher:
     def start(
         self, program: Program, tasks: Mapping[str, Path], *, add: Callable[[Node], None]
     ) -> Mapping[str, HostError]:
-        (task,) = tasks.values()
-        log_from = self.log.stat().st_size if self.log.exists() else 0
-        standby = self._hand_over(task)
-        process = standby or self._spawn(program, str(task))
-        node = ProcessNode(self.host.name, process, end_path=end_path(task), log=self.log, log_from=log_from)
-        node.stood_by = standby is not None
-        add(node)
-        RanksLauncher(launcher=process_key(process.pid)).write(self.run_dir / "gang.json")
+        (path,) = tasks.values()
+        task, log_from = NodeTask.read(path), self.log.stat().st_size if self.log.exists() else 0
+        warm, self.standby = self._usable(task), None
+        node = warm or Standby(self._spawn(program, task, path), task)
+        if task.is_ours and not node.hand_over(path, log=self.log) and warm:
+            logger.info("%s starts in a new process: the one that waited for it has ended", program.module)
+            warm, node = None, Standby(self._spawn(program, task, path), task)
+            node.hand_over(path, log=self.log)
+        self.node = ProcessNode(self.host.name, node, end_path=end_path(path), log=self.log, log_from=log_from)
+        self.node.stood_by = warm is not None
+        add(self.node)
+        RanksLauncher(launcher=process_key(node.process.pid)).write(self.run_dir / "gang.json")
         return {}
 
-    def _spawn(self, program: Program, *arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    def _usable(self, task: NodeTask) -> Standby | None:
+        """Return the standby; None without one, or if its imports were made in another environment."""
+        if self.standby is not None and not fits(self.standby.task, task):
+            logger.info("%s starts in a new process: its environment is another", task.module or task.script)
+            self.standby.end()
+            return None
+        return self.standby
+
+    def _spawn(self, program: Program, task: NodeTask, path: Path) -> subprocess.Popen[bytes]:
+        """Start a node: of a program of ours it imports and waits for its task, a user's program it starts."""
         environment = os.environ | {"MLFLOW_TRACKING_URI": tracking_uri()}  # not in the file: it may contain a password
-        if program.module.startswith("training."):  # so that a user's script can import its neighbours
+        if task.is_ours:  # so that a user's script can import its neighbours
             environment["PYTHONSAFEPATH"] = "1"
         with self.log.open("ab") as log:
             # -P: a folder named `training` in the working directory must not be imported instead.
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "training.node", *arguments],
-                stdin=stdin,
+                [sys.executable, "-P", "-m", "training.node", *(["--stand-by"] if task.is_ours else []), str(path)],
+                stdin=subprocess.PIPE if task.is_ours else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -165,27 +229,18 @@ class LocalLauncher:
 
     def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
         path = standby_lease(self.run_dir).with_name(f"{host.name}.json")
-        self.standby = self._spawn(program, "--stand-by", str(path), stdin=subprocess.PIPE), task
-
-    def _hand_over(self, path: Path) -> subprocess.Popen[bytes] | None:
-        """Give the task to the standby; return it, or None if no standby can take the task."""
-        (process, standby), self.standby = self.standby or (None, None), None
-        if process is None or standby is None:
-            return None
-        assert process.stdin is not None
-        if fits(standby, NodeTask.read(path)):
-            with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps({"task": str(path), "secrets": {}}).encode())
-                process.stdin.close()
-                if process.poll() is None:
-                    return process
-        _end_child(process)
-        return None
+        self.standby = Standby(self._spawn(program, task, path), task)
 
     def close(self) -> None:
+        """Keep the node of a program that is done for the run's next one, inside `kept_node`; end all others."""
         if self.standby is not None:
-            _end_child(self.standby[0])
-        self.standby = None
+            self.standby.end()
+        done = self.node.standby if self.node is not None and self.node.is_done else None
+        if self.run_dir in _kept:
+            _kept[self.run_dir] = done
+        elif done is not None:
+            done.end()
+        self.standby = self.node = None
 
     def log_path(self, host: str) -> Path:
         return self.log

@@ -10,8 +10,9 @@ from tasks.hardware.hosts import rank_user, read_hosts
 from tasks.planning.custom_program import is_loopback
 from tasks.store.shards import BLOCKS
 from tasks.workspace.paths import home, tracking_uri
+from training.config.credentials import without_url_credentials
 from training.config.launch import LaunchConfig
-from training.tracking.redaction import SECRETS, shown
+from training.tracking.redaction import SECRETS
 
 # NCCL's settings, all in one place; launch.nccl adds to them and overrides them. The interface comes from each host's
 # `interface` (NCCL_SOCKET_IFNAME), the timeout of collectives from parallel.timeout_s.
@@ -92,6 +93,6 @@ def tracking_for_ranks(launch: LaunchConfig, *, mlflow_run_id: str) -> tuple[dic
     if not ranks_reach_mlflow(launch):
         return environment | {"MLFLOW_TRACKING_URI": ""}, secrets
     environment |= {"MLFLOW_RUN_ID": mlflow_run_id}
-    if shown(uri) != uri:
+    if without_url_credentials(uri) != uri:
         return environment, secrets | {"MLFLOW_TRACKING_URI": uri}
     return environment | {"MLFLOW_TRACKING_URI": uri}, secrets

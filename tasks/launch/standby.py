@@ -29,12 +29,7 @@ def standby_lease(run_dir: Path) -> Path:
 
 def fits(standby: NodeTask, task: NodeTask) -> bool:
     """Whether a node that imported for `standby` may run `task`: the environment of the imports must be the same."""
-    return (standby.module, standby.num_ranks, standby.prefix, standby.environment) == (
-        task.module,
-        task.num_ranks,
-        task.prefix,
-        task.environment,
-    )
+    return task.is_ours and standby.environment == task.environment
 
 
 class Standbys:

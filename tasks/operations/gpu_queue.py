@@ -28,6 +28,7 @@ from tasks.runs.owner import ranks_launcher
 from tasks.workspace.locks import Locked, exclusive
 from tasks.workspace.paths import home, run_folder
 from tasks.workspace.processes import local_process, process_key
+from tasks.workspace.skip import skip_unreadable
 from training.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,9 @@ def _holder(content: str, name: str) -> Holder:
 
 def _orphaned_ranks(run_id: str) -> Holder | None:
     """Return a run whose ranks outlived their launcher; they end by themselves, once they have saved a checkpoint."""
-    launcher = ranks_launcher(run_folder(run_id))
+    launcher = None
+    with skip_unreadable(f"whether ranks of run {run_id} still have GPUs is unknown"):
+        launcher = ranks_launcher(run_folder(run_id))
     if launcher is None:
         return None
     return Holder(

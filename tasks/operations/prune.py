@@ -6,7 +6,6 @@ made from: its run with the checkpoint, the shards, and the runs that it was con
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import time
@@ -21,7 +20,8 @@ from tasks.registry.tags import TAG
 from tasks.tracking.client import registry_client
 from tasks.workspace.locks import AlreadyOwned, Locked, exclusive, is_owned, owned
 from tasks.workspace.paths import home, tracking_uri
-from training.records.record import Record
+from tasks.workspace.skip import skip_unreadable
+from training.records.record import Record, read_fields
 from training.records.token_shards import TokenShards
 from training.shards.format import MANIFEST
 
@@ -118,11 +118,11 @@ def _registered(client: MlflowClient) -> dict[str, str]:
 def _read(folder: Path) -> RunFolder:
     # the check whether a run is owned touches its lock
     changed = max(path.stat().st_mtime for path in folder.iterdir() if path.name != "lock")
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(KeyError, TypeError), skip_unreadable(f"what run {folder.name} needs is unknown, so all is kept"):
         needs = frozenset[Path]()
         for name in ("plan.json", "trainer.json"):
             if (folder / name).exists():
-                plan = json.loads((folder / name).read_bytes())
+                plan = read_fields(folder / name)
                 config = plan["config"]
                 named = (
                     plan.get("shards_dir"),
@@ -133,7 +133,7 @@ def _read(folder: Path) -> RunFolder:
                 )
                 needs |= {Path(path).resolve() for path in named if path}
         run = folder / "run.json"
-        mlflow_run_id = json.loads(run.read_bytes())["mlflow_run_id"] if run.exists() else ""
+        mlflow_run_id = read_fields(run)["mlflow_run_id"] if run.exists() else ""
         return RunFolder(folder, (time.time() - changed) / DAY_S, needs, mlflow_run_id)
     return RunFolder(folder, (time.time() - changed) / DAY_S, None, "")
 
@@ -178,9 +178,9 @@ def _judged_checkpoints(registered: Iterable[RunFolder], older_than_days: float)
         result = run.folder / "result.json"
         if run.age_days < older_than_days or is_owned(run.folder) or not result.exists():
             continue
-        needed = run.folder / json.loads(result.read_bytes())["checkpoint"]
-        if needed.is_dir():
-            for folder in sorted(needed.parent.glob("[0-9]*")):
+        with skip_unreadable(f"all checkpoints of run {run.folder.name} are kept"):
+            needed = run.folder / read_fields(result)["checkpoint"]
+            for folder in sorted(needed.parent.glob("[0-9]*")) if needed.is_dir() else ():
                 if folder.is_dir() and folder.name < needed.name:
                     yield _item("checkpoint", folder, kept=False, why=f"the version was made of step {needed.name}")
 
@@ -218,11 +218,11 @@ def _judged_copies(kept: Sequence[RunFolder], older_than_days: float) -> Iterato
 
 def _with_sources(folder: Path) -> frozenset[Path]:
     """Return the folder, and the folders of the shards that a mixture's manifest lists."""
-    try:
-        names = [shard.name for shard in TokenShards.read(folder / MANIFEST).shards]
-    except (OSError, ValueError):
-        names = []
-    return frozenset({folder, *((folder / name).parent.parent.resolve() for name in names)})
+    with skip_unreadable(f"all token shards are kept, as it is unknown which ones {folder.name} is made of"):
+        manifest = folder / MANIFEST
+        names = [shard.name for shard in TokenShards.read(manifest).shards] if manifest.exists() else []
+        return frozenset({folder, *((folder / name).parent.parent.resolve() for name in names)})
+    return frozenset({folder, *(path.resolve() for path in (home() / "tokens").iterdir())})
 
 
 def _item(kind: Literal["run", "checkpoint", "shards", "copy"], folder: Path, *, kept: bool, why: str) -> Item:

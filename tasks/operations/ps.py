@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
 from pydantic import ValidationError
@@ -28,9 +26,12 @@ from tasks.launch.slurm_allocation import FOLDER
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.paths import home, run_folder
 from tasks.workspace.processes import is_local, local_process
+from tasks.workspace.skip import skip_unreadable
+from training.config.credentials import RECORD
 from training.config.launch import LaunchConfig
 from training.records.node import NodeTask
-from training.records.record import Record
+from training.records.record import DamagedRecord, Record, read_fields
+from training.tracking.rows import parse_rows
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ def _row(host: str, each: OnHost) -> Running:
         attempt=found.attempt,
         host=f"{found.host} ({each.machine})" if each.machine else host,
         container=found.name,
-        ranks=NodeTask.read(task).num_ranks if task.exists() else None,
+        ranks=_ranks_of(task),
         status=state.status if state.running or state.status == "created" else f"{state.status} ({state.exit_code})",
         health=state.health,
         since=state.started_at if state.running else state.finished_at,
@@ -196,15 +197,20 @@ def _row(host: str, each: OnHost) -> Running:
     )
 
 
+def _ranks_of(task: Path) -> int | None:
+    with skip_unreadable("the number of ranks is unknown"):
+        return NodeTask.read(task).num_ranks
+    return None
+
+
 def last_logged_step(run_dir: Path) -> int | None:
     """Return the last step in metrics.jsonl; None if there is none, as for a user's own program."""
     path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
+    with skip_unreadable(f"the step of run {run_dir.name} is unknown"), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         whole = file.read().rpartition(b"\n")[0]
-    return int(json.loads(whole.splitlines()[-1])["step"]) if whole else None
+        return int(parse_rows(path, whole.splitlines()[-1:])[0]["step"]) if whole else None
+    return None
 
 
 # The hosts
@@ -259,15 +265,13 @@ def launch_of(run_dir: Path) -> LaunchConfig:
 
     Only that field is read, so that runs of other versions can be read too.
     """
-    path = next((path for name in (*PLANS, "run.json") if (path := run_dir / name).exists()), None)
-    if path is None:
-        return LaunchConfig()
-    content: dict[str, Any] = json.loads(path.read_bytes())["config"].get("launch", {})
-    try:
-        return LaunchConfig.model_validate(content)
-    except ValidationError as error:
-        logger.warning("%s has `launch` settings that this version cannot read: %s", path, error)
-        return LaunchConfig()
+    for path in (run_dir / name for name in (*PLANS, "run.json")):
+        with skip_unreadable(f"the hosts of run {run_dir.name} are read from an earlier record, or unknown"):
+            try:
+                return LaunchConfig.model_validate(read_fields(path)["config"].get("launch", {}), context=RECORD)
+            except ValidationError as error:
+                raise DamagedRecord.of(path, error) from None
+    return LaunchConfig()
 
 
 # The launcher
@@ -279,8 +283,11 @@ def launcher_of(each: OnHost) -> tuple[bool, str]:
     A launcher on this machine is known by its process, one elsewhere by its lease, if this SHARDLINE_HOME has it.
     """
     found, run_dir = each.found, run_folder(each.found.run)
-    if owner := owner_process(run_dir):
-        return True, f"alive (pid {owner.pid})"
+    try:
+        if owner := owner_process(run_dir):
+            return True, f"alive (pid {owner.pid})"
+    except DamagedRecord as error:  # it may live
+        return True, f"unknown ({error})"
     machine, _, process = found.launcher.partition("/")
     if is_local(found.launcher):
         pid = process.partition("/")[0]
@@ -329,10 +336,11 @@ def _of_this_machine(in_containers: set[str]) -> list[Running]:
     """Return runs whose ranks, or at least launcher, are processes on this machine."""
     rows = []
     for folder in run_folders():
-        ranks = ranks_launcher(folder)
-        owner = owner_process(folder)
-        if folder.name not in in_containers and (ranks or owner):
-            rows.append(_local_row(folder, ranks=ranks, owner=owner))
+        with skip_unreadable(f"whether run {folder.name} runs is unknown"):
+            ranks = ranks_launcher(folder)
+            owner = owner_process(folder)
+            if folder.name not in in_containers and (ranks or owner):
+                rows.append(_local_row(folder, ranks=ranks, owner=owner))
     return rows
 
 
@@ -357,7 +365,6 @@ def _local_row(run_dir: Path, *, ranks: psutil.Process | None, owner: psutil.Pro
 
 def _planned_ranks(run_dir: Path) -> int | None:
     for name in PLANS:
-        if (path := run_dir / name).exists():
-            plan: Mapping[str, Any] = json.loads(path.read_bytes())
-            return sum(plan["ranks_per_host"])
+        with skip_unreadable(f"the number of ranks of run {run_dir.name} is unknown"):
+            return sum(read_fields(run_dir / name)["ranks_per_host"])
     return None

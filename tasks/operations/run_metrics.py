@@ -6,11 +6,10 @@ So watching a run costs it nothing, and every run is included, whoever started i
 
 from __future__ import annotations
 
-import json
-import logging
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from prometheus_client.registry import Collector
 from tasks.operations.ps import PLANS, TAIL_BYTES, run_folders
 from tasks.runs.history import history
 from tasks.tracking.final_status import ENDING, RunStatus
-from training.tracking.rows import METRICS
-
-logger = logging.getLogger(__name__)
+from tasks.workspace.skip import skip_unreadable
+from training.records.record import read_fields
+from training.tracking.rows import METRICS, parse_rows
 
 GIB = 2**30
 ABANDONED_S = 7 * 86_400.0  # after this long, a killed run that was never reconciled is left out
@@ -95,11 +94,11 @@ class RunMetrics(Collector):
 
     def _runs(self) -> Iterator[RunFigures]:
         for folder in run_folders():
-            try:
-                if (figures := read_figures(folder, now=time.time(), keep_s=self.keep_s)) is not None:
-                    yield figures
-            except (OSError, ValueError, KeyError, TypeError) as error:  # deleted meanwhile, or of another version
-                logger.debug("run %s is left out of the metrics (%s)", folder.name, error)
+            figures = None
+            with suppress(KeyError, TypeError), skip_unreadable(f"run {folder.name} is left out of the metrics"):
+                figures = read_figures(folder, now=time.time(), keep_s=self.keep_s)
+            if figures is not None:
+                yield figures
 
 
 def _family(name: str, about: str, runs: Iterable[RunFigures], values: Iterable[float | None]) -> GaugeMetricFamily:
@@ -121,7 +120,7 @@ def read_figures(folder: Path, *, now: float, keep_s: float) -> RunFigures | Non
     plan: dict[str, Any] = {}
     for name in PLANS:
         if (path := folder / name).exists():
-            plan = json.loads(path.read_text())
+            plan = read_fields(path)
             break
     status = _status(RunStatus.read(ending)) if ending.exists() else "running"
     starts = sum(event.what in {"begun", "resumed"} for event in history(folder))
@@ -156,9 +155,8 @@ def newest_values(path: Path) -> dict[str, float]:
         file.seek(start)
         lines = file.read().rpartition(b"\n")[0].split(b"\n")
     values: dict[str, float] = {}
-    for line in lines[1 if start else 0 :]:  # the first line may be the end of a longer one
-        if line:
-            values |= json.loads(line)
+    for row in parse_rows(path, filter(None, lines[1 if start else 0 :])):  # the first may be the end of a longer one
+        values |= row
     return values
 
 

@@ -25,7 +25,7 @@ from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.locks import AlreadyOwned, is_owned, owned
 from tasks.workspace.paths import home, run_folder
 from tasks.workspace.wait import until
-from training.records.record import Record
+from training.records.record import DamagedRecord, Record
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +145,10 @@ def reap(hosts: Sequence[AskedHost], *, dry_run: bool = False) -> Reaped:
         names = [f"{host}/{each.found.name}" for host, found in of_run.items() for each in found]
         if keeper := _keeper(of_run):
             kept |= dict.fromkeys(names, keeper)
-        elif dry_run or _reap_run([host for host in hosts if of_run.get(host.name)], run_id):
-            removed += names
         else:
-            kept |= dict.fromkeys(names, "its run was just taken up")
+            why = "" if dry_run else _reap_run([host for host in hosts if of_run.get(host.name)], run_id)
+            removed += () if why else names
+            kept |= dict.fromkeys(names, why) if why else {}
     return Reaped(
         removed=tuple(removed),
         kept=kept,
@@ -163,12 +163,14 @@ def _keeper(of_run: dict[str, list[OnHost]]) -> str:
     return next((words for looked_after, words in launchers if looked_after), "")
 
 
-def _reap_run(hosts: Sequence[AskedHost], run_id: str) -> bool:
-    """Remove the run's containers; return False if a launcher has taken the run up meanwhile."""
+def _reap_run(hosts: Sequence[AskedHost], run_id: str) -> str:
+    """Remove the run's containers; return why not, if a launcher has taken the run up, or its records are damaged."""
     run_dir = run_folder(run_id)
     try:
         with owned(run_dir) if run_dir.is_dir() else nullcontext():
             _remove(hosts, run_id, run_dir, grace_s=grace_s(read_plan(run_dir)))
     except AlreadyOwned:
-        return False
-    return True
+        return "its run was just taken up"
+    except DamagedRecord as error:
+        return str(error)
+    return ""

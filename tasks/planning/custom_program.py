@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 from tasks.hardware.hosts import read_hosts
 from tasks.planning.price import price_per_hour
 from tasks.workspace.paths import home, run_folder, tracking_uri
+from training.config.credentials import without_url_credentials
 from training.config.launch import LaunchConfig
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
 from training.records.plan import TRAINER_PLAN, AnyPlan, CustomProgramPlan, RunPlan
 from training.records.record import Record
-from training.tracking.redaction import shown
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +75,16 @@ def check_tracking(launch: LaunchConfig) -> None:
     uri, cure = tracking_uri(), "set MLFLOW_TRACKING_URI to a server's address, such as http://10.0.0.9:5000"
     if urlsplit(uri).scheme not in {"http", "https"}:
         raise ValueError(
-            f"a trainer in containers logs into MLflow by itself, and {shown(uri)} is a file of this machine: start "
-            f"`mlflow server --host 0.0.0.0` and {cure}"
+            f"a trainer in containers logs into MLflow by itself, and {without_url_credentials(uri)} is a file of this "
+            f"machine: start `mlflow server --host 0.0.0.0` and {cure}"
         )
     far = ["every pod" if launch.launcher == "kubernetes" else "Slurm's nodes"]
     if launch.launcher == "docker":
         far = [host.name for host in read_hosts(launch) if not host.docker.startswith("unix:")]
     if far and is_loopback(urlsplit(uri).hostname or ""):
-        raise ValueError(f"MLFLOW_TRACKING_URI = {shown(uri)} is another machine on {', '.join(far)}: {cure}")
+        raise ValueError(
+            f"MLFLOW_TRACKING_URI = {without_url_credentials(uri)} is another machine on {', '.join(far)}: {cure}"
+        )
 
 
 def is_loopback(name: str) -> bool:

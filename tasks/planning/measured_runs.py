@@ -10,14 +10,13 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from tasks.runs.folder import read_plan
 from tasks.workspace.locks import exclusive
 from tasks.workspace.paths import home
 from training.planner.corrections import LAST_RUNS, machine_of, measurement_of
 from training.records.correction import Measurement, Measurements
 from training.records.inventory import Inventory
+from training.records.record import DamagedRecord
 from training.records.train_result import TrainResult
 from training.tracking.rows import METRICS, read_rows
 
@@ -64,7 +63,7 @@ def _read(path: Path) -> tuple[Measurement, ...]:
         return Measurements.read(path).measurements
     except FileNotFoundError:
         return ()
-    except (ValidationError, OSError) as error:
-        why = "it is damaged, or of another version" if isinstance(error, ValidationError) else str(error)
-        logger.warning("prices: %s cannot be read (%s): planning without measurements of earlier runs", path, why)
+    except (DamagedRecord, OSError) as error:
+        why = error.problem if isinstance(error, DamagedRecord) else error
+        logger.warning("prices: planning without measurements of earlier runs: %s", why)
         return ()

@@ -16,6 +16,7 @@ from tasks.runs.resume import Change, remember, steps_in_time
 from tasks.store.local_copy import local_copies
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
+from training.config.train import warn_of_warmup
 from training.planner.corrections import machine_of
 from training.planner.mixture import warn_of_repeats
 from training.planner.plan import make_plan
@@ -112,9 +113,9 @@ def write_plan(
     if changes:
         remember(run.folder, tuple(changes))
     plan.write(run.folder / "plan.json")
-    repeats = warn_of_repeats(plan.sources)
+    warnings = [*warn_of_repeats(plan.sources), *warn_of_warmup(plan.config.train, steps=plan.steps)]
     for reason in plan.reasons:
-        logger.log(logging.WARNING if reason in repeats else logging.INFO, "plan: %s", reason)
+        logger.log(logging.WARNING if reason in warnings else logging.INFO, "plan: %s", reason)
     return plan
 
 

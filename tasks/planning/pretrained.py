@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from tasks.store.local_copy import local_copy
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
-from training.records.record import sha256_file
+from training.records.record import read_fields, sha256_file
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +27,36 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     if path is None:
         raise ValueError(f"model.path = {model.path!r} has no config.json: give the folder or hub name of a model")
     if model.init == "pretrained":
-        _check_weights(Path(folder).expanduser())
-    content: dict[str, Any] = json.loads(path.read_text())
+        _check_files(Path(folder).expanduser())
+    content: dict[str, Any] = dict(read_fields(path))
     if model.dropout:  # older files do not list all dropouts of their class
         from transformers import AutoConfig
 
         content = vars(AutoConfig.from_pretrained(folder, trust_remote_code=False)) | content
     return content
+
+
+def check_weights(config: RunConfig) -> None:
+    """Raise ValueError, with the names, if the tensors of a local model.path are not those of its class.
+
+    A process with torch compares them by the files' headers, in about 5 s. Without torch here, and for models on the
+    hub, the ranks do it when they load the weights.
+    """
+    folder = Path(local_copy(config.model.path, field="model.path")).expanduser()
+    if config.model.init != "pretrained" or not folder.is_dir():
+        return
+    if importlib.util.find_spec("torch") is None:
+        logger.info("the ranks will compare the tensors of model.path = %s with its class: no torch is here", folder)
+        return
+    program = [sys.executable, "-m", "training.models.pretrained", str(folder.resolve()), config.objective]
+    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "PYTHONSAFEPATH": "1"})
+    for line in done.stdout.splitlines():
+        logger.info("model.path: %s", line)
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    if done.returncode == 2:
+        raise ValueError(f"model.path: {last}")
+    if done.returncode:
+        logger.warning("the ranks will compare the tensors of model.path = %s with its class (%s)", folder, last)
 
 
 def check_optimizer(config: RunConfig) -> None:
@@ -43,7 +69,7 @@ def check_optimizer(config: RunConfig) -> None:
         )
 
 
-def _check_weights(folder: Path) -> None:
+def _check_files(folder: Path) -> None:
     """Raise ValueError for a local model whose weights are only pickles; for models on the hub the ranks check this."""
     pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(kind))
     if pickles and not any(folder.glob("*.safetensors")):
@@ -53,7 +79,7 @@ def _check_weights(folder: Path) -> None:
             "save_pretrained(FOLDER), then give that folder"
         )
     for index in folder.glob("*.safetensors.index.json"):
-        named = set(json.loads(index.read_text()).get("weight_map", {}).values())
+        named = set(read_fields(index).get("weight_map", {}).values())
         if beyond := sorted(name for name in named if Path(name).name != name):
             raise ValueError(
                 f"{index} refers to {beyond[0]}, outside its folder: a model's weights must lie beside its config"

@@ -16,7 +16,7 @@ class Candidate:
     """The figures of a model version for the gates. `loss`: nats per token over the whole held-out split of `dataset`.
 
     `tokens`: size of that split; 0: not recorded, as in early versions. `scores`: TASK/METRIC -> value. `by_source`:
-    the loss on each source of the split.
+    the loss on each source of the split. `formats`: what its export has; empty: not recorded.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Candidate:
     tokens: int = 0
     scores: Mapping[str, float] | None = None
     by_source: Mapping[str, float] | None = None
+    formats: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def is_refusal(verdict: str) -> bool:
 
 
 def gate(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Verdict:
-    """Check the gates that need only records: ONNX parity, held-out loss against the champion's, downstream scores."""
+    """Check the gates that need only records: the export's parity, loss against the champion's, scores of tasks."""
     checks = [check_parity(challenger), check_loss(challenger, champion, min_improvement=gates.min_improvement)]
     if gates.max_regression is not None or gates.max_regression_of:
         checks.append(check_sources(challenger, champion, gates=gates))
@@ -71,8 +72,8 @@ def gate(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfi
 
 
 def check_parity(challenger: Candidate) -> Check:
-    passed = challenger.parity_passed
-    return Check("parity", passed, f"the export is {'within' if passed else 'out of'} its parity bounds")
+    passed, formats = challenger.parity_passed, f" ({challenger.formats})" if challenger.formats else ""
+    return Check("parity", passed, f"the export{formats} is {'within' if passed else 'out of'} its parity bounds")
 
 
 def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improvement: float) -> Check:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tasks.registry.tags import TAG
 from tasks.workspace.paths import embedded_artifacts
+from training.config.credentials import RECORD
 from training.config.promotion import RolloutConfig
 from training.records.record import Record
 
@@ -145,7 +146,7 @@ def _move(run: Run) -> Move:
         why=tags["why"],
         prefect_run=tags["prefect_run"],
         stage=tags["stage"],
-        rollout=RolloutConfig.model_validate_json(tags["rollout"]),
+        rollout=RolloutConfig.model_validate_json(tags["rollout"], context=RECORD),
         outcome=tags.get("outcome", ""),
         well=run.info.status == "FINISHED",
         began=_moment(run.info.start_time),

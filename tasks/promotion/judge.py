@@ -20,8 +20,9 @@ from tasks.registry.models import aliases_of, local_folder
 from tasks.registry.tags import CHALLENGER, CHAMPION, GATE, LOSS_ON, TAG, TAG_CHARS, TERMS, VERDICT, plain_tags
 from tasks.registry.versions import FinishedRun
 from tasks.workspace.paths import tracking_uri
+from training.config.credentials import RECORD
 from training.config.promotion import GatesConfig, RolloutConfig
-from training.records.record import Record
+from training.records.record import Record, read_fields
 from training.records.results import EvalReport, RegisteredModel
 
 if TYPE_CHECKING:
@@ -76,13 +77,13 @@ def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
                 f"lie on another machine: `shardline promote {version.name} --version {version.version} --force` skips "
                 "the gates"
             )
-        config = json.loads(plan.read_bytes())["config"]
+        config = read_fields(plan)["config"]
         report = EvalReport.read(records / "eval.json")
     if TERMS in version.tags:
         config |= {"gates": {}, "rollout": {}} | json.loads(version.tags[TERMS])
     return Terms(
         gates=GatesConfig.model_validate(config.get("gates", {})),
-        rollout=RolloutConfig.model_validate(config.get("rollout", {})),
+        rollout=RolloutConfig.model_validate(config.get("rollout", {}), context=RECORD),
         scores=_scores(report),
         prompts=tuple(config.get("evaluation", {}).get("prompts") or ("",)),
         masked=config.get("model", {}).get("architecture") == "bert",
@@ -116,6 +117,7 @@ def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
         loss=float(tags["val_loss"]),
         tokens=int(tags.get("val_tokens", 0)),
         parity_passed=tags["parity_passed"] == "true",
+        formats=tags.get("formats", ""),
         scores=dict(terms.scores) if terms else {},
         by_source=terms.by_source if terms else _loss_by_source(version),
     )

@@ -22,6 +22,7 @@ from tasks.promotion.smoke_test import smoke_test
 from tasks.registry.models import aliases_of, find_version
 from tasks.registry.tags import APPROVED, CHALLENGER, CHAMPION, VERDICT
 from tasks.workspace.wait import until
+from training.config.credentials import without_url_credentials
 from training.config.promotion import GatesConfig, RolloutConfig
 from training.records.results import RegisteredModel
 
@@ -129,7 +130,8 @@ def overridden(terms: Terms, overrides: Mapping[str, object]) -> Terms:
         )
     except ValidationError as error:
         problem = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, problem['loc']))} = {problem['input']!r}: {problem['msg']}") from None
+        value = without_url_credentials(repr(problem["input"]))
+        raise ValueError(f"{'.'.join(map(str, problem['loc']))} = {value}: {problem['msg']}") from None
 
 
 def check_in_a_fresh_server(name: str, number: int, *, terms: Terms) -> tuple[Check, ...]:

@@ -19,6 +19,7 @@ from tasks.workspace.paths import command
 from tasks.workspace.processes import end_process
 from tasks.workspace.wait import until
 from training.records.record import Record
+from training.tracking.redaction import plain
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def fresh_server(ref: str, *, deadline: float) -> Iterator[str]:
 
 def _pump(stream: IO[str], lines: queue.Queue[str]) -> None:
     for line in stream:
-        lines.put(line)
+        lines.put(plain(line))
     lines.put("")
 
 

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlparse
 from tasks.display.progress import time_progress
 from tasks.registry.tags import CHAMPION, GATE, REPLACES, TAG
 from tasks.tracking.client import registry_client
+from training.records.model_state import check_export
 from training.records.plan import RunPlan
 from training.records.record import sha256_config, sha256_file
 from training.records.results import EvalReport, ExportedModel
@@ -111,7 +112,7 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
             f"{ref} (version {version.version}) has no {folder / 'export' / 'export.json'}: it was not registered by "
             "Shardline, or its artifacts lie on another machine"
         )
-    _check_files(folder / "export", ref)
+    check_export(folder / "export", _check_files(folder / "export", ref))
     aliases = tuple(
         alias for alias, number in aliases_of(client, version.name).items() if number == int(version.version)
     )
@@ -125,10 +126,11 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
     )
 
 
-def _check_files(folder: Path, ref: str) -> None:
-    """Raise ValueError unless every file equals the registered one; takes 1 s per 1-2 GB."""
+def _check_files(folder: Path, ref: str) -> ExportedModel:
+    """Return the export's record. Raises ValueError unless every file is the registered one; takes 1 s per 1-2 GB."""
+    exported = ExportedModel.read(folder / "export.json")
+    files = exported.files
     with time_progress(f"checking the files of {ref}") as progress:
-        files = ExportedModel.read(folder / "export.json").files
         progress.begin(f"checking the files of {ref}", total=len(files), unit="files")
         for name, expected in files.items():
             path = folder / name
@@ -138,6 +140,7 @@ def _check_files(folder: Path, ref: str) -> None:
                     "export.json's): restore it from a backup, or register the run again"
                 )
             progress.advance()
+    return exported
 
 
 def local_folder(version: ModelVersion, *, tracking_uri: str, part: str = "", scratch: Path | None = None) -> Path:

@@ -13,6 +13,7 @@ from tasks.display.markdown import escape_markdown
 from tasks.registry.card import GAP
 from tasks.registry.logged_model import logged_model
 from tasks.registry.tags import TAG
+from training.records.model_state import check_export
 from training.records.plan import RunPlan
 from training.records.record import sha256_config
 from training.records.results import EvalReport, ExportedModel
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LEFT_OUT_CHARS = 600  # of the card; the tag of the MLflow run has more
 MOST_ROWS = 12  # of sources and of tasks in the card, whose length MLflow limits
 ABOUT_MODEL = """Language model {name}, made by Shardline.
 
@@ -66,6 +68,7 @@ def read_finished_run(run_dir: Path) -> FinishedRun:
                 f"{run_dir}/{name} is of step {record.step}, the run's last checkpoint is step {run.result.step}: "
                 f"do both again with `shardline resume {run_dir.name}`"
             )
+    check_export(run_dir / "export", run.export)
     if not plan.mlflow_run_id:
         raise ValueError(f"{run_dir}/plan.json names no MLflow run to link the model to: start runs with `shardline`")
     return run
@@ -125,6 +128,7 @@ def version_tags(run: FinishedRun) -> dict[str, str]:
         "val_tokens": str(report.tokens),
         "step": str(run.result.step),
         "parity_passed": "true" if run.export.parity.passed else "false",
+        f"{TAG}formats": run.export.formats,
         f"{TAG}run_id": run.plan.run_id,
         f"{TAG}checkpoint_sha256": run.result.checkpoint_sha256,
         f"{TAG}dataset_fingerprint": run.shards.fingerprint,
@@ -159,6 +163,8 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
         ("perplexity", f"{report.perplexity:,.1f}"),
         ("measured on", f"{report.tokens:,} held-out tokens"),
         ("export", f"{'within' if parity.passed else '**out of**'} the bounds: {parity.in_words}"),
+        ("formats", run.export.formats),
+        ("left out", escape_markdown(run.export.left_out)[:LEFT_OUT_CHARS]),
         ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
         (
             "training",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,7 +18,8 @@ from tasks.runs.resume import Resumptions, read_resumptions
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
 from training.records.plan import TRAINER_PLAN, AnyPlan, CustomProgramPlan, RunPlan
-from training.records.results import EvalReport, ExportedModel, LatencyReport, PrecisionQuality, RegisteredModel
+from training.records.record import read_fields
+from training.records.results import EvalReport, ExportedModel, LatencyReport, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult, train_failure
 from training.tracking.rows import read_rows
@@ -44,7 +44,7 @@ class RunData:
     result: TrainResult | None
     evaluation: EvalReport | None
     latency: LatencyReport | None
-    precisions: Sequence[PrecisionQuality]
+    exported: ExportedModel | None
     model: RegisteredModel | None
     program: CustomProgramPlan | None
     earlier_plans: Sequence[RunPlan]
@@ -143,14 +143,14 @@ def read_run_data(
         result=TrainResult.read(result) if result.exists() and not train_failure(result) else None,
         evaluation=EvalReport.read(folder / "eval.json") if (folder / "eval.json").exists() else None,
         latency=LatencyReport.read(latency) if latency.exists() else None,
-        precisions=ExportedModel.read(exported).parity.precisions if exported.exists() else (),
+        exported=ExportedModel.read(exported) if exported.exists() else None,
         model=None if run.begun_with.trainer.given else _registered(folder / "outcome.json"),
         program=CustomProgramPlan.read(program) if program.exists() else None,
         earlier_plans=earlier_plans(folder),
         events=history(folder),
         resumptions=read_resumptions(folder),
         attempts=attempts_of(folder),
-        stage_s=json.loads(stages.read_text()) if stages.exists() else {},
+        stage_s=read_fields(stages) if stages.exists() else {},
         stop_reason=stop_reason,
         preset=preset,
         links=links or {},

@@ -35,7 +35,8 @@ def write_report(data: RunData) -> list[Path]:
     """Write report.html and, where steps were logged, curves.png to the run's folder."""
     folder = data.run.folder
     page, curves = folder / PAGE, folder / CURVES
-    precisions = precision_rows(data.precisions, data.latency)
+    exported = data.exported
+    precisions = precision_rows(exported.parity.precisions, data.latency) if exported else []
     drawn = data.plan is not None and draw_curves(curves, plan=data.plan, rows=data.rows)
     write_html(
         page,
@@ -51,6 +52,7 @@ def write_report(data: RunData) -> list[Path]:
         **_latency(data.latency, folder / LATENCY),
         precisions=[tuple(row.values()) for row in precisions],
         precision_heads=tuple(precisions[0]) if precisions else (),
+        left_out=list(exported.skipped.items()) if exported else [],
         plan=describe_plan(data.plan) if data.plan else [],
         against_plan=_plan_errors(data.plan, data.result) if data.plan and data.result else [],
         **_settings(data),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from tasks.runs.folder import steps_done
-from training.records.record import Record
+from training.records.record import DamagedRecord, Record
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ def history(run_dir: Path) -> tuple[Event, ...]:
 
 
 def note(run_dir: Path, what: What, *, why: str = "", commit: str = "") -> None:
-    """Add an event; on a full disk it is skipped with a warning, so that the run continues."""
+    """Add an event; on a full disk, or to a damaged file, it is skipped with a warning, so that the run continues."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     event = Event(what=what, at=now, step=steps_done(run_dir), why=why, commit=commit)
     try:
         History(events=(*history(run_dir), event)).write(run_dir / "history.json")
-    except OSError as error:
+    except (OSError, DamagedRecord) as error:
         logger.warning("could not add the event of run %s, %s, to history.json (%s)", run_dir.name, what, error)
 
 

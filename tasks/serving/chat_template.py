@@ -11,6 +11,8 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from training.records.record import read_fields
+
 
 class ChatTemplate:
     """Renders a chat as transformers does, but in a sandbox, because templates that come with tokenizers are untrusted.
@@ -19,7 +21,7 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path) -> None:
-        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config = read_fields(folder / "tokenizer_config.json")
         self.source = _source(folder, config)
         self._tokens = {
             name: _text(config[name]) for name in ("bos_token", "eos_token", "pad_token") if config.get(name)

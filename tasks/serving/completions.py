@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from tasks.inference.onnx_generator import TextStream, TokenLogprob, encode_prompt
+from tasks.inference.onnx_generator import GrammarFailed, TextStream, TokenLogprob, encode_prompt
 from tasks.serving.alias_follower import ServedVersion
 from tasks.serving.metrics import ServerMetrics
 from tasks.serving.middleware import Refused
@@ -100,7 +100,8 @@ class TextService:
                     scores = await loop.run_in_executor(self._pool, score)
                 except ValueError as error:
                     raise Refused(400, str(error)) from None
-            text = await loop.run_in_executor(self._pool, stream.read)
+            with _refusing_grammar():
+                text = await loop.run_in_executor(self._pool, stream.read)
             self._check_time(stream)
         new, logprobs = stream.new_tokens, stream.logprobs[: stream.new_tokens]
         return Completion(text, stream.finish_reason, stream.prompt_tokens, new, logprobs, scores)
@@ -128,7 +129,7 @@ class TextService:
     async def pump(self, stream: TextStream, put: Callable[[str], None]) -> None:
         """Call `put` with each piece of text, for which a thread of the pool waits; return at the end of the stream.
 
-        Raises Refused if the request takes longer than the limit, like `write`.
+        Raises Refused if the request takes longer than the limit or cannot follow its grammar, like `write`.
         """
         loop = asyncio.get_running_loop()
 
@@ -138,7 +139,8 @@ class TextService:
 
         pumping = loop.run_in_executor(self._pool, wait)
         try:
-            await asyncio.shield(pumping)
+            with _refusing_grammar():
+                await asyncio.shield(pumping)
             self._check_time(stream)
         except asyncio.CancelledError:
             stream.close()
@@ -185,6 +187,15 @@ class TextService:
             yield
         finally:
             self._slots.release()
+
+
+@contextmanager
+def _refusing_grammar() -> Iterator[None]:
+    """Turn GrammarFailed, which comes in the middle of a text, into the status of a request that is at fault."""
+    try:
+        yield
+    except GrammarFailed as error:
+        raise Refused(400, str(error)) from None
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

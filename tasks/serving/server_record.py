@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tasks.workspace.paths import home
 from tasks.workspace.processes import is_local
+from tasks.workspace.skip import skip_unreadable
 from training.records.record import Record
 
 
@@ -40,10 +41,7 @@ def local_records() -> list[tuple[Path, ServerRecord]]:
     """Return the records in this SHARDLINE_HOME of processes that run, or ran, on this machine."""
     found = []
     for path in sorted((home() / "servers").glob("*.json")):
-        try:
-            record = ServerRecord.read(path)
-        except FileNotFoundError:  # the server has ended meanwhile
-            continue
-        if is_local(record.process):
-            found.append((path, record))
+        with skip_unreadable("a server is left out"):
+            if is_local((record := ServerRecord.read(path)).process):
+                found.append((path, record))
     return found

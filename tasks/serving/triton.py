@@ -53,7 +53,8 @@ def write_repository(export_dir: Path, target: Path, *, name: str, version: int,
     # A batch graph writes to its cache in place, which Triton's inputs do not allow.
     portable = [graph for graph in exported.parity.graphs if graph.graph != "batch"]
     if not portable:
-        why = exported.skipped.get("onnx", "the export was made without them")
+        reasons = (exported.skipped.get(name) for name in ("onnx", "model.onnx", "decode.onnx"))
+        why = next(filter(None, reasons), "the export was made without them")
         raise ValueError(f"{export_dir} has no ONNX graphs for Triton: {why}")
     for graph in portable:
         stem = graph.file.removesuffix(".onnx")

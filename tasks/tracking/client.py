@@ -6,9 +6,11 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from tasks.tracking.database import cure_of, make_database
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.wait import until
-from training.tracking.redaction import shown, without_credentials
+from training.config.credentials import without_url_credentials
+from training.tracking.redaction import without_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -65,11 +67,12 @@ def registry_client(tracking_uri: str) -> MlflowClient:
     for name, level in LOG_LEVELS.items():
         logging.getLogger(name).setLevel(level)
     try:
+        make_database(tracking_uri)
         client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
         client.search_experiments(max_results=1)
     except Exception as error:
         why = without_credentials(str(error), uri=tracking_uri)
         raise RuntimeError(
-            f"MLflow at {shown(tracking_uri)} does not answer ({why}): start it, or unset MLFLOW_TRACKING_URI"
+            f"MLflow at {without_url_credentials(tracking_uri)} does not answer ({why}): {cure_of(tracking_uri, why)}"
         ) from None  # without the cause: its text has the credentials, and a traceback would print it
     return client

@@ -6,8 +6,8 @@ or the deployment of that name reports it.
 
 from __future__ import annotations
 
-import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,10 +17,11 @@ from tasks.tracking.client import registry_client
 from tasks.workspace.locks import AlreadyOwned, owned
 from tasks.workspace.paths import home, tracking_uri
 from tasks.workspace.processes import local_process
+from tasks.workspace.skip import skip_unreadable
 from tasks.workspace.wait import until
-from training.records.record import Record
+from training.records.record import Record, read_fields
 from training.tracking.mlflow_sender import Sender
-from training.tracking.redaction import without_credentials
+from training.tracking.redaction import plain, without_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -65,6 +66,7 @@ class EndedRun(Record):
 
 def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:
     """Record `ending`, then send the rest of the metrics and the status. A later `reconcile` repeats failed parts."""
+    ending = ending.model_copy(update={"why": plain(ending.why)})
     note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
     until(lambda: _is_kept(client, folder, mlflow_run_id, ending), timeout_s=PATIENCE_S, every_s=TRY_EVERY_S)
     try:
@@ -121,32 +123,34 @@ def reconcile_mlflow() -> list[EndedRun]:
     """Report to MLflow the end of runs that no process works on, and end the helpers of killed owners.
 
     Returns the runs whose end Prefect may not know. Only runs of this SHARDLINE_HOME are checked, because it cannot be
-    known here whether others live.
+    known here whether others live. A run whose records cannot be read is left out, with a warning.
     """
-    client, ended = registry_client(tracking_uri()), []
+    client, ended = registry_client(tracking_uri()), list[EndedRun]()
     for path in sorted(home().glob("*/run.json")):
-        before = _read(path.parent)
-        if before is not None and before.mlflow_knows and before.prefect_knows:
-            continue
-        try:
-            with owned(path.parent):
-                ending = _settled(client, path.parent, json.loads(path.read_text())["mlflow_run_id"])
-        except AlreadyOwned:
-            continue
-        owner = owner_record(path.parent)
-        if ending is None or ending.prefect_knows or owner is None or local_process(owner.process):
-            continue
-        found = before is None or not before.mlflow_knows
-        ended.append(
-            EndedRun(
-                run_id=path.parent.name,
-                ending=ending,
-                found=found,
-                prefect_flow_run_id=owner.flow_run,
-                prefect_starts=owner.flow_run_starts,
-            )
-        )
+        with skip_unreadable(f"it is unknown how run {path.parent.name} ended"), suppress(AlreadyOwned):
+            ended += _ended(client, path)
     return ended
+
+
+def _ended(client: MlflowClient, path: Path) -> list[EndedRun]:
+    """Report a run's end to MLflow; return it if Prefect may not know it. Raises AlreadyOwned for one that runs."""
+    before = _read(path.parent)
+    if before is not None and before.mlflow_knows and before.prefect_knows:
+        return []
+    with owned(path.parent):
+        ending = _settled(client, path.parent, read_fields(path)["mlflow_run_id"])
+    owner = owner_record(path.parent)
+    if ending is None or ending.prefect_knows or owner is None or local_process(owner.process):
+        return []
+    return [
+        EndedRun(
+            run_id=path.parent.name,
+            ending=ending,
+            found=before is None or not before.mlflow_knows,
+            prefect_flow_run_id=owner.flow_run,
+            prefect_starts=owner.flow_run_starts,
+        )
+    ]
 
 
 def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatus | None:

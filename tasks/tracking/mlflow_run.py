@@ -26,6 +26,7 @@ from tasks.tracking.client import connect
 from tasks.tracking.final_status import RunStatus, close, reopen
 from tasks.workspace.locks import owned
 from tasks.workspace.paths import embedded_artifacts, home, mlflow_url, run_folder, tracking_uri
+from tasks.workspace.skip import skip_unreadable
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
@@ -83,10 +84,11 @@ def read_run(run_id: str) -> TrackedRun:
 def run_begun_by(flow_run: str, config: RunConfig) -> str:
     """Return the ID of the run that this flow run began with the same config before a retry; empty if there is none."""
     for path in sorted(home().glob("*/run.json"), reverse=True):
-        if flow_run and flow_run in path.read_text():
-            run = TrackedRun.read(path)
-            if run.begun_by == flow_run and run.begun_with == config:
-                return run.run_id
+        with skip_unreadable(f"whether this flow run began run {path.parent.name} is unknown"):
+            if flow_run and flow_run.encode() in path.read_bytes():
+                run = TrackedRun.read(path)
+                if run.begun_by == flow_run and run.begun_with == config:
+                    return run.run_id
     return ""
 
 

@@ -7,8 +7,11 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import IO
+
+from tasks.workspace.paths import command
 
 
 class Locked(Exception):
@@ -47,9 +50,11 @@ def owned(folder: Path) -> Iterator[None]:
         try:
             lock = stack.enter_context(exclusive(folder / "lock"))
         except Locked as held:
+            since = datetime.fromtimestamp((folder / "lock").stat().st_mtime)
             raise AlreadyOwned(
-                f"run {folder.name} is being worked on by {held.content.strip() or 'another process'}: "
-                "wait until it is done, or stop it first"
+                f"run {folder.name} is running: {held.content.strip() or 'another process'} has worked on it since "
+                f"{since:%Y-%m-%d %H:%M:%S}; wait until it is done, or stop it with `{command('shardline')} stop "
+                f"{folder.name}`"
             ) from None
         lock.truncate(0)
         lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
@@ -57,13 +62,19 @@ def owned(folder: Path) -> Iterator[None]:
         yield
 
 
+def refuse_if_owned(folder: Path) -> None:
+    """Raise AlreadyOwned, as `owned` does, if a process holds runs/ID at this moment."""
+    with owned(folder):
+        pass
+
+
 def is_owned(folder: Path) -> bool:
     """Return whether a process holds runs/ID at this moment."""
     try:
-        with owned(folder):
-            return False
+        refuse_if_owned(folder)
     except AlreadyOwned:
         return True
+    return False
 
 
 class AlreadyOwned(ValueError):

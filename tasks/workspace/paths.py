@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,7 +9,10 @@ import sys
 from pathlib import Path
 
 from tasks.workspace.processes import local_process
-from training.tracking.redaction import credentials_apart, shown
+from tasks.workspace.skip import skip_unreadable
+from training.config.credentials import without_url_credentials
+from training.records.record import read_fields
+from training.tracking.redaction import credentials_apart
 
 UP_FILE = "up.json"  # in SHARDLINE_HOME: service -> {url, process}, by flows/servers/local.py
 
@@ -52,14 +54,15 @@ def keep_password_apart() -> None:
 
 def mlflow_url() -> str:
     """Return MLflow's address for people: SHARDLINE_MLFLOW_URL if programs use another address, as in a stack."""
-    return os.environ.get("SHARDLINE_MLFLOW_URL") or shown(tracking_uri())
+    return os.environ.get("SHARDLINE_MLFLOW_URL") or without_url_credentials(tracking_uri())
 
 
 def up_url(service: str) -> str:
     """Return the URL of a service that `shardline up` started on this machine; empty if it does not run."""
-    path = home() / UP_FILE
-    known = json.loads(path.read_text()).get(service) if path.exists() else None
-    return str(known["url"]) if known and local_process(known["process"]) else ""
+    with skip_unreadable("servers of `shardline up` are not used"):
+        known = read_fields(home() / UP_FILE).get(service)
+        return str(known["url"]) if known and local_process(known["process"]) else ""
+    return ""
 
 
 def prefect_url() -> str:

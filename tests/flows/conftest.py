@@ -12,9 +12,9 @@ from tests.support.user_folder import UserFolder
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory, measured_hardware: Path) -> Iterator[LocalServers]:
+def servers(tmp_path_factory: pytest.TempPathFactory, begun_home: Path) -> Iterator[LocalServers]:
     """Started, on a user's folder of its own; what still works at the module's end is stopped."""
-    started = LocalServers(UserFolder(tmp_path_factory.mktemp("user"), hardware=measured_hardware))
+    started = LocalServers(UserFolder(tmp_path_factory.mktemp("user"), begun=begun_home))
     try:
         started.start()
         yield started

@@ -60,13 +60,13 @@ def slack(certificates: Path) -> Iterator[Receiver]:
 @pytest.fixture(scope="module")
 def servers(
     tmp_path_factory: pytest.TempPathFactory,
-    measured_hardware: Path,
+    begun_home: Path,
     certificates: Path,
     slack: Receiver,
     web: Receiver,
     mail: Receiver,
 ) -> Iterator[LocalServers]:
-    user_folder = UserFolder(tmp_path_factory.mktemp("user"), hardware=measured_hardware)
+    user_folder = UserFolder(tmp_path_factory.mktemp("user"), begun=begun_home)
     (user_folder.home / "web_url").write_text(f"http://127.0.0.1:{web.port}/hook/{TOKEN}\n")
     (user_folder.home / "token").write_text(f"Bearer {TOKEN}\n")
     write_alerts(user_folder, web=webhook(), ops=mailbox(mail), team={"kind": "slack", "url": "env:SLACK_URL"})

@@ -29,8 +29,8 @@ def step_ms(made: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-def test_a_comparison_corrects_the_next_plans_of_its_layouts(tmp_path: Path, measured_hardware: Path) -> None:
-    user_folder = UserFolder(tmp_path, hardware=measured_hardware)
+def test_a_comparison_corrects_the_next_plans_of_its_layouts(tmp_path: Path, begun_home: Path) -> None:
+    user_folder = UserFolder(tmp_path, begun=begun_home)
     before = {name: plan(user_folder, f"parallel.strategy={name}") for name in ("ddp", "fsdp")}
     measured: dict[str, float] = {}
     for _ in range(TRIES):

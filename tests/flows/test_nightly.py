@@ -50,8 +50,8 @@ def night(user: UserFolder) -> dict[str, str]:
     return found
 
 
-def test_the_second_night_goes_on_with_new_text_and_replays_the_first(tmp_path: Path, measured_hardware: Path) -> None:
-    user = UserFolder(tmp_path, hardware=measured_hardware)
+def test_the_second_night_goes_on_with_new_text_and_replays_the_first(tmp_path: Path, begun_home: Path) -> None:
+    user = UserFolder(tmp_path, begun=begun_home)
     first = night(user)
     assert night(user) == {}, "nothing is new"
     for number in range(30):

@@ -20,9 +20,9 @@ LONG = (f"train.steps={LONG_STEPS}", "train.log_every_steps=5", "checkpoint.ever
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, measured_hardware: Path) -> Iterator[LocalServers]:
+def whole(tmp_path_factory: pytest.TempPathFactory, begun_home: Path) -> Iterator[LocalServers]:
     """With an MLflow that is named as a server elsewhere would be."""
-    started = LocalServers(UserFolder(tmp_path_factory.mktemp("user"), hardware=measured_hardware), names_mlflow=True)
+    started = LocalServers(UserFolder(tmp_path_factory.mktemp("user"), begun=begun_home), names_mlflow=True)
     try:
         started.start()
         yield started

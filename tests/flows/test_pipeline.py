@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def user_folder(tmp_path_factory: pytest.TempPathFactory, measured_hardware: Path) -> UserFolder:
-    return UserFolder(tmp_path_factory.mktemp("user"), hardware=measured_hardware)
+def user_folder(tmp_path_factory: pytest.TempPathFactory, begun_home: Path) -> UserFolder:
+    return UserFolder(tmp_path_factory.mktemp("user"), begun=begun_home)
 
 
 @pytest.fixture(scope="module")

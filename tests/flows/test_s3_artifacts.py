@@ -31,7 +31,7 @@ def s3() -> Iterator[S3Server]:
 
 @pytest.mark.parametrize("options", [DIRECT, PROXIED], ids=["direct", "proxied"])
 def test_a_run_ends_with_all_its_artifacts_in_the_bucket(
-    options: list[str], s3: S3Server, tmp_path: Path, measured_hardware: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], s3: S3Server, tmp_path: Path, begun_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (port,) = lasting_ports(1)
     uri = f"http://127.0.0.1:{port}"
@@ -42,7 +42,7 @@ def test_a_run_ends_with_all_its_artifacts_in_the_bucket(
         server = subprocess.Popen([*command, *store, *options], env=environment, stdout=log, stderr=log)
     try:
         wait_for(f"{uri}/health", server)
-        user = UserFolder(tmp_path, hardware=measured_hardware)
+        user = UserFolder(tmp_path, begun=begun_home)
         known = s3.environment if options is DIRECT else {}
         few = ("train.steps=6", "evaluation.every_steps=0", "export.latency_seconds=0")
         _, errors = user.run("pretrain", str(user.config), *few, MLFLOW_TRACKING_URI=uri, **known)

@@ -58,10 +58,10 @@ def mlflow(s3: S3Server, tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_same_bits(
-    s3: S3Server, mlflow: str, tmp_path: Path, measured_hardware: Path
+    s3: S3Server, mlflow: str, tmp_path: Path, begun_home: Path
 ) -> None:
     (tmp_path / "first").mkdir()
-    first = UserFolder(tmp_path / "first", hardware=measured_hardware)
+    first = UserFolder(tmp_path / "first", begun=begun_home)
     for path in first.corpus.iterdir():
         s3.put(f"texts/{path.name}", path.read_bytes())
     shutil.rmtree(first.corpus)
@@ -86,7 +86,7 @@ def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_same_bits(
     shutil.rmtree(first.home)
 
     (tmp_path / "second").mkdir()
-    second = UserFolder(tmp_path / "second", hardware=measured_hardware)
+    second = UserFolder(tmp_path / "second", begun=begun_home)
     shutil.rmtree(second.corpus)
     _, errors = second.run("resume", f"{URL}/runs/{run.name}", **known)
     assert "the token shards are on" in errors
@@ -98,7 +98,7 @@ def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_same_bits(
     assert {each.info.status for each in MlflowClient(mlflow).search_runs(["1"])} == {"FINISHED"}
 
     (tmp_path / "third").mkdir()
-    third = UserFolder(tmp_path / "third", hardware=measured_hardware)
+    third = UserFolder(tmp_path / "third", begun=begun_home)
     third.run("pretrain", str(third.config), *settings, "store.url=", **known)
     (undisturbed,) = third.run_dirs()
     expected_losses = losses(undisturbed / "plan.json")

@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -30,9 +31,9 @@ def test_a_taken_port_is_named_with_who_has_it_before_anything_starts(tmp_path: 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_servers_are_used_where_the_environment_names_them(
-    servers: LocalServers, tmp_path: Path, measured_hardware: Path
+    servers: LocalServers, tmp_path: Path, begun_home: Path
 ) -> None:
-    user_folder = UserFolder(tmp_path, hardware=measured_hardware)
+    user_folder = UserFolder(tmp_path, begun=begun_home)
     addresses = {"PREFECT_API_URL": f"{servers.url('prefect')}/api", "MLFLOW_TRACKING_URI": servers.url("mlflow")}
     outcome = json.loads(user_folder.run("pretrain", str(user_folder.config), "--json", **addresses)[0])
     run = servers.mlflow.get_run(outcome["mlflow_run_id"])
@@ -46,6 +47,21 @@ def test_servers_are_used_where_the_environment_names_them(
     assert servers.wait(run.data.tags["prefect.flow_run_id"], timeout_s=1)["state_type"] == "COMPLETED"
     assert not (user_folder.home / "mlflow.db").exists()
     assert not (user_folder.home / "prefect").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_password_in_a_url_gets_into_no_file_and_no_database(servers: LocalServers) -> None:
+    """Neither from the form nor from the command line."""
+    with pytest.raises(httpx.HTTPStatusError, match="409"):
+        servers.submit("quickstart", servers.config("store.url=s3://key:hunter2@bucket"))
+    user_folder = servers.user_folder
+    asked = "data.path=https://example.org/x?X-Amz-Signature=hunter2", "model.path=s3://key:hunter2@bucket"
+    for command in ("plan", "pretrain"):
+        out, err = user_folder.run(command, str(user_folder.config), *asked, "--json", expect=2)
+        assert "model.path = 's3://***@bucket': contains credentials" in err
+        assert "hunter2" not in out + err
+    assert not [path for path in user_folder.home.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
 
 
 @pytest.mark.long

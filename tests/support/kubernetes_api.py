@@ -442,7 +442,8 @@ class Container:
         (self.folder / "hosts").write_text("\n".join([own, *(f"127.0.0.1 {name}" for name in names)]) + "\n")
 
     def _setup(self) -> str:
-        """Mount what the pod's volumes are. What the test itself needs of /tmp stays visible below the pod's own."""
+        """Mount what the pod's volumes are. What the test itself needs of /tmp and /dev/shm stays visible below them."""
+        own = {"/tmp": f"{self.folder}/tmp", "/dev/shm": f"{self.folder}/shm"}
         lines, visible = [], [str(REPO), sys.prefix]
         for mount in self.spec["volumeMounts"]:
             target = mount["mountPath"]
@@ -455,16 +456,14 @@ class Container:
             elif mount["name"].startswith("volume-"):
                 visible.append(target)
             elif target == "/dev/shm":
-                lines.append("mount -t tmpfs none /dev/shm")
+                lines += [f"mkdir -p {own[target]}", f"mount -t tmpfs none {own[target]}"]
         for path in visible:
-            if path.startswith("/tmp/"):
-                below = shlex.quote(f"{self.folder}/tmp/{path.removeprefix('/tmp/')}")
-                lines += [f"mkdir -p {below}", f"mount --bind {shlex.quote(path)} {below}"]
-        lines += [
-            "hostname $HOSTNAME",
-            f"mount --bind {self.folder}/hosts /etc/hosts",
-            f"mount --rbind {self.folder}/tmp /tmp",
-        ]
+            for folder, aside in own.items():
+                if path.startswith(f"{folder}/"):
+                    below = shlex.quote(f"{aside}/{path.removeprefix(f'{folder}/')}")
+                    lines += [f"mkdir -p {below}", f"mount --bind {shlex.quote(path)} {below}"]
+        lines += ["hostname $HOSTNAME", f"mount --bind {self.folder}/hosts /etc/hosts"]
+        lines += [f"mount --rbind {aside} {folder}" for folder, aside in own.items()]
         return "\n".join([*lines, f"cd {shlex.quote(self.spec['workingDir'])}", 'exec "$@"'])
 
     def _environment(self) -> dict[str, str]:

@@ -35,14 +35,13 @@ CONFIG = {
 class UserFolder:
     """A user's folder: a corpus, a config, a SHARDLINE_HOME of its own.
 
-    `hardware`: a hardware.json to begin with; without one the first run measures this machine.
+    `begun`: a home to begin with, which is copied; without one the first run measures this machine and makes tables.
     """
 
-    def __init__(self, folder: Path, *, hardware: Path | None = None) -> None:
+    def __init__(self, folder: Path, *, begun: Path | None = None) -> None:
         self.folder, self.home = folder, folder / "runs"
-        if hardware is not None:
-            self.home.mkdir()
-            shutil.copy(hardware, self.home / "hardware.json")
+        if begun is not None:
+            shutil.copytree(begun, self.home)
         self.corpus = folder / "texts"
         self.corpus.mkdir()
         words = ["the", "sea", "sky", "a", "ship", "sails", "under", "stars", "and", "winds", "carry", "songs"]

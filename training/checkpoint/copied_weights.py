@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -16,12 +16,14 @@ FILE_BYTES = 5 * 10**9  # of tensors in a file, as on the Hugging Face hub
 CHECKED_NUMBERS = 2**22  # at once
 
 
-def copy_weights(checkpoint: Path, folder: Path, *, file_bytes: int = FILE_BYTES) -> dict[str, WrittenFile]:
+def copy_weights(
+    checkpoint: Path, folder: Path, *, file_bytes: int = FILE_BYTES, buffers: Collection[str] = ()
+) -> dict[str, WrittenFile]:
     """Write model-00001-of-0000N.safetensors … and their index to `folder`, or model.safetensors if one is enough.
 
     The checkpoint's files are mapped, and for each new file mapped anew: of its tensors there are never more in memory
     than those of one new file, in pages that the kernel can drop, and two blocks that are being hashed and written.
-    Raises ValueError if a weight is not finite.
+    Raises ValueError if a weight is not finite; `buffers` may be (bounds of activations that there are none of).
     """
     files = list(_dealt_out(TensorFiles(checkpoint, "model"), file_bytes))
     written: dict[str, RankFile] = {}
@@ -29,7 +31,8 @@ def copy_weights(checkpoint: Path, folder: Path, *, file_bytes: int = FILE_BYTES
         source, file = TensorFiles(checkpoint, "model"), file_name("model", number=number, of=len(files))
         tensors = {name: source[name] for name in names}
         for name, tensor in tensors.items():
-            if not all(torch.isfinite(part).all() for part in tensor.flatten().split(CHECKED_NUMBERS)):
+            parts = () if name in buffers else tensor.flatten().split(CHECKED_NUMBERS)
+            if not all(torch.isfinite(part).all() for part in parts):
                 raise ValueError(f"{name} in checkpoint {checkpoint} is not finite: export an earlier checkpoint")
         size = sum(tensor.nbytes for tensor in tensors.values())
         hashed = write_tensors(folder / file, tensors, abandoned=threading.Event())

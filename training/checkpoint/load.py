@@ -1,7 +1,7 @@
 """Checkpoints: one folder per step, complete or absent, in one layout for all strategies.
 
     checkpoints/00000480/
-        model.safetensors, config.json    weights by Hugging Face name: `from_pretrained` loads the folder
+        model.safetensors, config.json    `state_dict()`, weights and buffers: `from_pretrained` loads the folder
         optimizer.safetensors             AdamW moments by parameter name, and the step count
         rng-0.safetensors …               torch's generators, per rank
         own-0.safetensors …               what only one rank holds: compression's residuals, if there are any
@@ -15,16 +15,19 @@ manifest, or with a wrong hash, is never loaded: the previous one is loaded inst
 from __future__ import annotations
 
 import logging
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
 from training.checkpoint.safetensors_files import TensorFiles
 from training.models.language_model import LanguageModel
 from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, damage
+from training.records.model_state import check_state, listed, saved_shapes
 from training.records.plan import RankPlan, describe_stages
 from training.runtime.process import Rank
 from training.strategies import Strategy
@@ -32,20 +35,31 @@ from training.strategies import Strategy
 logger = logging.getLogger(__name__)
 
 
-def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:
-    """Return a checkpoint's weights, which are read tensor by tensor.
+def weights_for(
+    model: LanguageModel, folder: Path, *, initial: Mapping[str, Tensor] | None = None
+) -> Mapping[str, Tensor]:
+    """Return a checkpoint's weights and buffers, which are read tensor by tensor.
 
-    Raises ValueError if the model has a weight that the checkpoint lacks, or has in another shape.
+    Older versions saved no buffers, which training does not change: then those of `initial`, with which the run began,
+    are taken. Raises ValueError, with the names, if the checkpoint does not have the model's tensors.
     """
-    weights = TensorFiles(folder, "model")
-    for name, parameter in model.hf.named_parameters():
-        saved = weights.get(name)
-        if saved is None or saved.shape != parameter.shape:
-            found = "is not there" if saved is None else f"is {list(saved.shape)}"
-            raise ValueError(
-                f"the model's {name} is {list(parameter.shape)}, in checkpoint {folder} it {found}: "
-                "resume with the model section that it was trained with, or start a new run"
-            )
+    saved, expected, weights = saved_shapes(folder), model.state_shapes, TensorFiles(folder, "model")
+    buffers = expected.keys() & {name for name, _ in model.hf.named_buffers()}
+    cure = "resume with the model section that it was trained with, or start a new run"
+    if buffers and buffers.isdisjoint(saved):
+        if initial is None:
+            cure = "an older version saved no buffers: `shardline resume RUN train.steps=MORE` saves and exports them"
+        else:
+            saved |= {name: expected[name] for name in buffers}
+            weights = ChainMap(weights, initial)  # type: ignore[arg-type,assignment]
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "checkpoint %s is of an older version, which saved no buffers: %s are those that the run began "
+                    "with; the next checkpoint has them",
+                    folder,
+                    listed(buffers),
+                )
+    check_state(saved, expected, where=f"checkpoint {folder}", cure=cure)
     return weights
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from training.config.parallel import Stages
 from training.data.batch import MicroBatches
 from training.models.language_model import LanguageModel
 from training.records.checkpoint import CheckpointManifest, checkpoint_folder
+from training.records.model_state import check_state
 from training.records.plan import RunPlan
 from training.records.record import sha256_config
 from training.runtime.errors import NonFiniteLoss
@@ -35,7 +37,10 @@ ASK_EVERY_S = 0.05  # seconds between checks while ranks wait for each other
 
 
 class Saver:
-    """A run's checkpoints. All ranks call the same methods; leaving the context waits for the last checkpoint."""
+    """A run's checkpoints. All ranks call the same methods; leaving the context waits for the last checkpoint.
+
+    Raises ValueError if a checkpoint would not have the model's whole state.
+    """
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class Saver:
         self.micro_batches = micro_batches or MicroBatches.of(plan)
         self.hf_config: Any = model.hf.config
         self.staging = Staging(plan, rank)
+        _check_whole(strategy, model, rank)
         self.writer: Writer | None = None  # writes the current checkpoint, or wrote the last one
         self.in_flight = False
         self._counts = torch.zeros(3, dtype=torch.int64)  # ranks that have written, first rank has published, failures
@@ -167,6 +173,20 @@ class Saver:
                     "checkpoint before; checkpoint.max_failures sets the number of tries"
                 )
             logger.warning("%s", text)
+
+
+def _check_whole(strategy: Strategy, model: LanguageModel, rank: Rank) -> None:
+    """Compare what all ranks together save with the model. Collective: a rank sends a byte for each of its tensors."""
+    own = {name: tuple(parts.shape) for name, parts in strategy.weights()}
+    others = {name: shape for name, shape in own.items() if model.state_shapes.get(name) != shape}
+    held: list[tuple[bytes, dict[str, tuple[int, ...]]]] = [(b"", {})] * rank.world_size
+    dist.all_gather_object(held, (bytes(name in own for name in model.state_shapes), others))
+    saved: dict[str, Sequence[int]] = {}
+    for mask, different in held:
+        saved |= dict(itertools.compress(model.state_shapes.items(), mask))
+        saved |= different
+    cure = "this is a fault of Shardline: please report it with the model's config.json"
+    check_state(saved, model.state_shapes, where="a checkpoint of these ranks", cure=cure)
 
 
 def unfilled_manifest(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import ComputedFieldInfo, FieldInfo
 
+from training.config.credentials import RECORD, WITHOUT_CREDENTIALS, public
+
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+FREE_TEXT = {"prompts"}  # fields that only the model reads
 UNITS = {"s": "s", "ms": "ms", "us": "µs", "mib": "MiB", "gib": "GiB"}  # how a field's name ends, and its form shows
 SPELLINGS = {
     "cp": "CP",
@@ -45,21 +48,38 @@ def _field_title(name: str, _: FieldInfo | ComputedFieldInfo) -> str:
     return title[:1].upper() + title[1:] + unit
 
 
-def _with_bounds(schema: dict[str, Any]) -> None:
-    """Adds a number's bounds to its description: the form checks them, but does not show them."""
-    for field in schema.get("properties", {}).values():
+def _for_the_form(schema: dict[str, Any]) -> None:
+    """Refuses credentials in texts, and adds a number's bounds to its description: the form does not show them."""
+    for name, field in schema.get("properties", {}).items():
+        if name not in FREE_TEXT:
+            _refuse_credentials(field)
         bounds = [f"{words} {field[key]:,}".removesuffix(".0") for key, words in BOUNDS.items() if key in field]
         if bounds:
             field["description"] = f"{field.get('description', '')} {', '.join(bounds).capitalize()}."
 
 
+def _refuse_credentials(field: dict[str, Any]) -> None:
+    if field.get("type") == "string" and "enum" not in field:
+        field |= WITHOUT_CREDENTIALS
+    within = (*field.get("anyOf", ()), *field.get("patternProperties", {}).values())
+    for part in (*within, field.get("items"), field.get("additionalProperties")):
+        if isinstance(part, dict):
+            _refuse_credentials(part)
+
+
 class Section(BaseModel):
-    """One frozen section of the config; an unknown field is an error."""
+    """One frozen section of the config; an unknown field is an error, and so is a URL with credentials in any text."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         model_title_generator=_section_title,
         field_title_generator=_field_title,
-        json_schema_extra=_with_bounds,
+        json_schema_extra=_for_the_form,
+        hide_input_in_errors=True,
     )
+
+    @field_validator("*")
+    @classmethod
+    def refuse_credentials(cls, value: Any, info: ValidationInfo) -> Any:
+        return value if info.field_name in FREE_TEXT else public(value, in_record=info.context == RECORD)

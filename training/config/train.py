@@ -174,6 +174,18 @@ def cooldown_steps(train: TrainConfig, *, steps: int) -> int:
     return train.cooldown_steps or max(1, (train.decay_steps or steps) // 10)
 
 
+def warn_of_warmup(train: TrainConfig, *, steps: int) -> list[str]:
+    """Return a sentence if the warm-up does not end within a run of `steps` steps; otherwise nothing."""
+    if train.warmup_steps < steps:
+        return []
+    last = learning_rate(steps - 1, train, steps=steps)
+    return [
+        f"learning rate: the run ends after {steps:,} steps, within the {train.warmup_steps:,} of train.warmup_steps, "
+        f"at {last:.3g}, {last / train.learning_rate:.0%} of train.learning_rate = {train.learning_rate:g}: set "
+        f"train.warmup_steps={steps // 10}, a tenth of the run, or train for more steps"
+    ]
+
+
 def check_schedule(train: TrainConfig, *, steps: int) -> None:
     """Raises ValueError for settings of the schedule that would not be used, or do not fit in `steps` steps."""
     if train.schedule == "constant" and train.decay_steps:

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 THREADS = 16  # parallel requests, because a store answers after 20 to 100 ms
 CACHE_SHARE = 1 / 4  # share of the cache, for all ranks of a machine, that is for coming steps
-LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets this
 Block = tuple[BlockCache, str, int]
 
 
@@ -45,6 +44,7 @@ class ReadAhead:
         self._moved = threading.Condition()
         self._step, self._closed = first, False
         self._room = 0.0  # bytes for coming steps
+        self._local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets this
         self._threads = [threading.Thread(target=self._plan, args=(first, steps), daemon=True)]
         self._threads += [threading.Thread(target=self._bring, daemon=True) for _ in range(THREADS)]
         for thread in self._threads:
@@ -88,7 +88,7 @@ class ReadAhead:
         found: dict[tuple[str, int], Block] = {}
         for begin, _, stop in self.spans(step).tolist():
             for cache, name, number in self.stream.blocks(begin, stop, with_ends=self.with_ends):
-                self._room = cache.limit_bytes * CACHE_SHARE / LOCAL_RANKS
+                self._room = cache.limit_bytes * CACHE_SHARE / self._local_ranks
                 found[f"{cache.url}/{name}", number] = (cache, name, number)
         return list(found.values())
 

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name
 from training.models.architectures import ARCHITECTURES
-from training.models.language_model import LanguageModel, auto_class_of
+from training.models.language_model import LanguageModel
+from training.models.pretrained import auto_class_of, load_pretrained
+from training.models.state import state_of
 from training.records.evaluation_plan import EvaluationPlan
+from training.records.model_state import saved_shapes, state_differences
 from training.runtime.mesh import Mesh, build_mesh
 from training.runtime.process import Rank
 from training.strategies import Strategy, parallelize
@@ -65,9 +68,9 @@ def _unfilled(folder: Path, *, objective: str, precision: str) -> tuple[Language
         with no_init_weights():
             hf = auto_class.from_config(settings, dtype=torch.float32)
         hf.tie_weights()
-        weights = TensorFiles(folder, "model")
-        if all(name in weights for name, _ in hf.named_parameters()):
-            return LanguageModel(hf, precision=precision), weights
+        model = LanguageModel(hf, precision=precision)
+        if not state_differences(saved_shapes(folder), model.state_shapes):
+            return model, TensorFiles(folder, "model")
     logger.info("%s: loaded whole on each rank, because only its class can read its weights", folder)
-    hf = auto_class.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)
-    return LanguageModel(hf, precision=precision), {name: p.detach() for name, p in hf.named_parameters()}
+    hf = load_pretrained(auto_class, folder, dtype=torch.float32)
+    return LanguageModel(hf, precision=precision), {name: tensor.detach() for name, tensor in state_of(hf).items()}

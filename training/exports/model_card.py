@@ -9,15 +9,15 @@ from training.records.results import EvalReport, ParityReport
 from training.records.train_result import TrainResult
 
 
-def model_card(plan: RunPlan, result: TrainResult, *, parity: ParityReport, run_dir: Path) -> str:
-    """Return Markdown with the header that the Hugging Face hub reads."""
+def model_card(plan: RunPlan, result: TrainResult, *, parity: ParityReport, run_dir: Path, folder: Path) -> str:
+    """Return Markdown with the header that the Hugging Face hub reads, for the export in `folder`."""
     masked = plan.config.objective == "masked"
     shape, train = plan.shape, plan.config.train
     auto_class = "AutoModelForMaskedLM" if masked else "AutoModelForCausalLM"
     return f"""---
 library_name: transformers
 pipeline_tag: {"fill-mask" if masked else "text-generation"}
-tags: [shardline, {shape.architecture}, onnx]
+tags: [shardline, {shape.architecture}{", onnx" * bool(parity.graphs)}]
 ---
 # {plan.config.model_name}
 
@@ -38,19 +38,23 @@ from transformers import {auto_class}, AutoTokenizer
 
 model, tokenizer = {auto_class}.from_pretrained("."), AutoTokenizer.from_pretrained(".")
 ```
-{_graphs(plan)} `shardline reproduce {plan.run_id}` trains it again.
+{_graphs(plan, folder)}`shardline reproduce {plan.run_id}` trains it again.
 """
 
 
-def _graphs(plan: RunPlan) -> str:
-    text = f"""`model.onnx` takes `input_ids` int64 [batch, length], length up to {plan.config.train.context}, and gives
-`logits` fp32 [batch, length, {plan.vocab_size}]."""
-    if plan.config.objective == "masked":
-        return text
-    return f"""{text} `decode.onnx` continues texts with a KV cache: it takes `input_ids`, `position_ids`,
+def _graphs(plan: RunPlan, folder: Path) -> str:
+    context, vocab = plan.config.train.context, plan.vocab_size
+    about = {
+        "model.onnx": f"""`model.onnx` takes `input_ids` int64 [batch, length], length up to {context}, and gives
+`logits` fp32 [batch, length, {vocab}]. """,
+        "decode.onnx": """`decode.onnx` continues texts with a KV cache: it takes `input_ids`, `position_ids`,
 `attention_mask` [batch, past + length] and `past_key_values.N.key|value`, which may be empty, and gives `logits` and
-`present.N.key|value`. `batch.onnx` and `batch_PRECISION.onnx`, if present, do the same with ONNX Runtime, which
-updates their cache in place. fp32 weights are in `model.onnx.data`."""
+`present.N.key|value`. """,
+        "batch.onnx": """`batch.onnx` and `batch_PRECISION.onnx`, if present, do the same with ONNX Runtime, which
+updates their cache in place. """,
+        "model.onnx.data": "fp32 weights are in `model.onnx.data`. ",
+    }
+    return "".join(text for name, text in about.items() if (folder / name).is_file())
 
 
 def _evaluation(run_dir: Path, result: TrainResult) -> EvalReport | None:

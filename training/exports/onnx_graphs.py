@@ -10,22 +10,23 @@ import contextlib
 import hashlib
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.export import Dim
 
 from training.exports.batch_graph import keep_cache_in_place, quantize, read_whole_texts
-from training.exports.onnx_session import in_place_logits, open_session
+from training.records.results import QUANTIZED
+from training.tracking.redaction import plain
 
 # 23 has Attention, RotaryEmbedding and RMSNormalization as operators: decoding takes 0.33 ms a token of the quickstart
 # model instead of 0.45 ms with opset 20, where they are many small ones (docs/export.md).
 OPSET = 23
 SMALL_TENSOR_BYTES = 256  # below this a tensor stays in the graph
+LONGEST_REASON = 500  # characters
 ALIGNMENT = 4096  # so that the weights of a file can be mapped to memory
 
 
@@ -35,35 +36,58 @@ def graph_file(kind: str, precision: str = "fp32") -> str:
     return f"{stem}.onnx" if precision == "fp32" else f"{stem}_{precision}.onnx"
 
 
+def graph_files(precision: str, *, causal: bool) -> list[str]:
+    """Return the names of the graphs that a model may have in a precision."""
+    kinds = ("batch",) if precision in QUANTIZED else ("forward", "decode", "batch") if causal else ("forward",)
+    return [graph_file(kind, precision) for kind in kinds]
+
+
+def weights_file(precision: str) -> str:
+    """Return the name of the file with the weights of all graphs of a precision."""
+    return f"{graph_file('batch' if precision in QUANTIZED else 'forward', precision)}.data"
+
+
 def save_graphs(model: Any, folder: Path, *, precision: str = "fp32", causal: bool) -> dict[str, str]:
     """Write model.onnx and, for causal models, decode.onnx and batch.onnx, with one model.onnx.data; fp16: `_fp16`.
 
     The model is exported in its own precision; logits are always fp32. Return the files that could not be made, with
-    reasons: some classes cache no keys and values (Mamba), or cache them in ways that torch.export cannot trace.
+    reasons: some classes cache no keys and values (Mamba), or compute in ways that torch.export cannot trace.
     """
-    forward, decode, batch = (folder / graph_file(kind, precision) for kind in ("forward", "decode", "batch"))
-    with WeightsFile(forward.with_name(f"{forward.name}.data")) as weights:
-        if not causal:
-            _save(forward_graph(model), forward, weights)
-            return {}
+    forward, decode, batch = (folder / name for name in graph_files(precision, causal=True))
+    name, graph, skipped = type(model).__name__, None, {}
+    with WeightsFile(folder / weights_file(precision)) as weights:
+        if causal:
+            try:
+                graph = decode_graph(model)
+            except Exception as error:
+                skipped[decode.name] = f"{name} cannot be traced with its cache ({reason(error)})"
+            else:
+                _save(graph, decode, weights)
         try:
-            graph = decode_graph(model)
+            whole = _whole_texts(graph, model)
         except Exception as error:
-            _save(forward_graph(model), forward, weights)
-            return {decode.name: f"{type(model).__name__} cannot be traced with its cache ({_first_line(error)})"}
-        _save(graph, decode, weights)
+            skipped[forward.name] = f"{name} cannot be converted ({reason(error)})"
+        else:
+            _save(whole, forward, weights)
+        if graph is not None:
+            try:
+                keep_cache_in_place(graph, config=model.config)
+            except Exception as error:
+                skipped[batch.name] = f"the cache of {name} cannot stay in place ({reason(error)})"
+            else:
+                _save(graph, batch, weights)
+    remove_graphs(folder, skipped)
+    return skipped
+
+
+def _whole_texts(graph: Any, model: Any) -> Any:
+    """Return the graph of whole texts: made from the decode graph, else by tracing the model, which is slower."""
+    if graph is not None:
         whole = graph.clone()
-        try:
+        with contextlib.suppress(Exception):  # an unusual graph
             read_whole_texts(whole)
-        except Exception:  # an unusual graph: trace the model again, which is slower but as good
-            whole = forward_graph(model)
-        _save(whole, forward, weights)
-        try:
-            keep_cache_in_place(graph, config=model.config)
-        except Exception as error:
-            return {batch.name: f"the cache of {type(model).__name__} cannot stay in place ({_first_line(error)})"}
-        _save(graph, batch, weights)
-    return why_not_run(batch)
+            return whole
+    return forward_graph(model)
 
 
 def save_quantized(folder: Path, precision: str) -> dict[str, str]:
@@ -80,30 +104,26 @@ def save_quantized(folder: Path, precision: str) -> dict[str, str]:
     try:
         quantize(graph, precision=precision)
     except Exception as error:
-        return {target.name: f"its weights cannot be quantized ({_first_line(error)})"}
-    with WeightsFile(target.with_name(f"{target.name}.data")) as weights:
+        return {target.name: f"its weights cannot be quantized ({reason(error)})"}
+    with WeightsFile(folder / weights_file(precision)) as weights:
         _save(graph, target, weights)
-    return why_not_run(target)
-
-
-def why_not_run(batch: Path) -> dict[str, str]:
-    """Remove a batch graph that ONNX Runtime cannot run, and return the reason by file name; {} if it can run."""
-    try:
-        in_place_logits(open_session(batch), [np.zeros(3, dtype=np.int64)], steps=1)
-    except Exception as error:
-        remove_graph(batch)
-        return {batch.name: f"ONNX Runtime cannot run it ({_first_line(error)})"}
     return {}
 
 
-def remove_graph(batch: Path) -> None:
-    """Remove a batch graph, and its own file of weights, if it has one."""
-    batch.unlink(missing_ok=True)
-    batch.with_name(f"{batch.name}.data").unlink(missing_ok=True)
+def remove_graphs(folder: Path, names: Iterable[str]) -> None:
+    """Remove these graphs, if they are there, and the weights of precisions that have no graph any more."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    for precision in ("fp32", "fp16", *QUANTIZED):
+        if not any((folder / name).is_file() for name in graph_files(precision, causal=True)):
+            (folder / weights_file(precision)).unlink(missing_ok=True)
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+def reason(error: Exception) -> str:
+    """Return type and first line of the error that began it: torch's own errors only name the step that failed."""
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return f"{type(error).__name__}: {plain(str(error)).strip().partition(chr(10))[0]}"[:LONGEST_REASON]
 
 
 class Forward(torch.nn.Module):
@@ -114,15 +134,18 @@ class Forward(torch.nn.Module):
         self.model = model
         accepted = inspect.signature(model.forward).parameters
         self.causal = "use_cache" in accepted and "position_ids" in accepted
+        self.options = logits_only(model)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         if not self.causal:
-            return self.model(input_ids=input_ids).logits.float()
+            return self.model(input_ids=input_ids, **self.options).logits.float()
         # Positions and mask are given for every row: by default the classes broadcast one row of positions over the
         # batch, which ONNX's RotaryEmbedding does not allow, and look for texts packed into one row.
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         mask = torch.ones_like(input_ids)
-        outputs = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        outputs = self.model(
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False, **self.options
+        )
         return outputs.logits.float()
 
 
@@ -131,7 +154,7 @@ class Decode(torch.nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.options = model, logits_only(model)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[tuple[Tensor, Tensor]]
@@ -144,9 +167,23 @@ class Decode(torch.nn.Module):
             position_ids=position_ids,
             past_key_values=DynamicCache(past),
             use_cache=True,
+            **self.options,
         )
         cache = [tensor for layer in outputs.past_key_values.layers for tensor in (layer.keys, layer.values)]
         return (outputs.logits.float(), *cache)
+
+
+def logits_only(model: Any) -> dict[str, bool]:
+    """Return the arguments by which a mixture of experts leaves out the loss of its router."""
+    name = "output_router_logits"
+    return {name: False} if name in inspect.signature(model.forward).parameters else {}
+
+
+def experts_bytes(model: Any) -> int:
+    """Return the bytes of weights that a mixture of experts copies for a token by `_batched_experts`; 0 of others."""
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    layers = [[each for each in module.parameters(recurse=False) if each.ndim == 3] for module in model.modules()]
+    return max(sum(each[0].nbytes * (chosen or len(each)) for each in layer) for layer in layers)
 
 
 def forward_graph(model: Any) -> Any:
@@ -218,8 +255,19 @@ def zero_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tenso
 def _trace(
     module: torch.nn.Module, arguments: tuple[Any, ...], dynamic_shapes: Any, *, grouped: bool = True
 ) -> torch.export.ExportedProgram:
-    with torch.no_grad(), _grouped_queries() if grouped else contextlib.nullcontext():
+    with torch.no_grad(), _batched_experts(module.model), _grouped_queries() if grouped else contextlib.nullcontext():
         return torch.export.export(module.eval(), arguments, dynamic_shapes=dynamic_shapes, strict=False)
+
+
+@contextlib.contextmanager
+def _batched_experts(model: Any) -> Iterator[None]:
+    """Let experts compute by batched products: torch.export cannot trace transformers' other ways."""
+    before = model.get_experts_implementation()
+    model.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 @contextlib.contextmanager

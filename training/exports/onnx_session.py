@@ -18,7 +18,7 @@ def open_session(path: Path, *, threads: int = 0) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors only
+    options.log_severity_level = 4  # its errors are exceptions too, and the log has colours
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

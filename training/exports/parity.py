@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from training.config.export import ExportConfig
-from training.exports.onnx_graphs import Forward, graph_file
+from training.exports.onnx_graphs import Forward, graph_file, reason, weights_file
 from training.exports.onnx_session import decoded_logits, forward_logits, in_place_logits, open_session
 from training.records.plan import RunPlan
 from training.records.results import QUANTIZED, GraphParity, ParityReport, PrecisionQuality
@@ -40,6 +41,10 @@ class Tally:
     predicted: int = 0
     loss: float = 0.0  # of the export, in nats, summed
     true_loss: float = 0.0  # of the model
+
+    def add_all(self, texts: list[np.ndarray], candidates: list[np.ndarray], truths: list[np.ndarray]) -> None:
+        for each in zip(texts, candidates, truths, strict=True):
+            self.add(*each)
 
     def add(self, text: np.ndarray, candidate: np.ndarray, truth: np.ndarray) -> None:
         self.largest.append(float(np.abs(candidate - truth).max()))
@@ -89,28 +94,33 @@ def _loss(logits: np.ndarray, targets: np.ndarray) -> float:
 def check_parity(model: Any, reloaded: Any, folder: Path, *, plan: RunPlan) -> tuple[ParityReport, dict[str, str]]:
     """Compare every graph in `folder`, and the model that was reloaded from it, with `model`.
 
-    Also return the batch graphs that are out of bounds, with reasons: the export is complete without them.
+    The report is of the graphs that may stay. Also return those that may not, with reasons: they are out of bounds, or
+    ONNX Runtime cannot run them.
     """
     masked, bounds = plan.config.objective == "masked", plan.config.export
     graphs: list[tuple[Kind, str]] = [*graphs_in(folder), *batch_graphs_in(folder)]
-    candidates = {key: session_logits(open_session(folder / graph_file(*key)), key[0]) for key in graphs}
-    expected, reloaded_logits = torch_logits(model), torch_logits(reloaded)
-    tallies = {key: Tally(masked) for key in graphs}
-    reload = Tally(masked)
+    left = {key: _opened_when_run(folder / graph_file(*key), key[0]) for key in graphs}
+    tallies = {key: Tally(masked) for key in left}
+    expected, reloaded_logits, reload = torch_logits(model), torch_logits(reloaded), Tally(masked)
+    out: dict[str, str] = {}
     for texts in held_out_texts(plan):
         truth = expected(texts)
-        for tally, logits in ((reload, reloaded_logits), *((tallies[key], candidates[key]) for key in graphs)):
-            for text, candidate, true in zip(texts, logits(texts), truth, strict=True):
-                tally.add(text, candidate, true)
-    reports = [tallies[key].report(*key, bounds) for key in graphs if key[1] not in QUANTIZED]
-    out = {graph.file: _figures(graph) for graph in reports if graph.graph == "batch" and not graph.passed}
+        reload.add_all(texts, reloaded_logits(texts), truth)
+        for key, logits in [*left.items()]:
+            try:
+                tallies[key].add_all(texts, logits(texts), truth)
+            except Exception as error:
+                del left[key]
+                out[graph_file(*key)] = f"ONNX Runtime cannot run it ({reason(error)})"
+    reports = [tallies[key].report(*key, bounds) for key in left if key[1] not in QUANTIZED]
+    out |= {graph.file: _figures(graph) for graph in reports if not graph.passed}
     precisions: list[PrecisionQuality] = []
-    if graph_file("batch") in out:  # quantized graphs are made from it
-        out |= {graph_file(*key): f"{graph_file('batch')} is out of bounds" for key in graphs if key[1] in QUANTIZED}
-    elif ("batch", "fp32") in graphs:
-        kept = [precision for kind, precision in graphs if kind == "batch" and graph_file(kind, precision) not in out]
-        precisions = [_quality(folder, precision, tallies, bounds) for precision in kept]
+    steps = [precision for kind, precision in left if kind == "batch" and graph_file(kind, precision) not in out]
+    if "fp32" in steps:
+        precisions = [_quality(folder, precision, tallies, bounds) for precision in steps]
         out |= {graph_file("batch", one.precision): _price(one) for one in precisions if not one.passed}
+    else:  # quantized graphs are made from it
+        out |= {graph_file("batch", name): f"{graph_file('batch')} is left out" for name in steps if name in QUANTIZED}
     report = ParityReport(
         reload_logit_difference=reload.difference,
         reload_logit_difference_bound=bounds.max_logit_difference,
@@ -123,13 +133,11 @@ def check_parity(model: Any, reloaded: Any, folder: Path, *, plan: RunPlan) -> t
 def _quality(
     folder: Path, precision: str, tallies: dict[tuple[Kind, str], Tally], bounds: ExportConfig
 ) -> PrecisionQuality:
-    graph = folder / graph_file("batch", precision)
-    of_graph = graph if precision in QUANTIZED else folder / graph_file("forward", precision)
-    weights = of_graph.with_name(f"{of_graph.name}.data")
+    files = [folder / graph_file("batch", precision), folder / weights_file(precision)]
     return PrecisionQuality.model_validate(
         {
             "precision": precision,
-            "size_bytes": graph.stat().st_size + weights.stat().st_size,
+            "size_bytes": sum(path.stat().st_size for path in files),
             "perplexity": tallies["batch", precision].perplexity,
             "fp32_perplexity": tallies["batch", "fp32"].perplexity,
             "max_increase": bounds.max_perplexity_increase,
@@ -189,6 +197,11 @@ def session_logits(session: Any, kind: str) -> Logits:
     return lambda texts: _by_length(lambda ids: forward_logits(session, ids), texts)
 
 
+def _opened_when_run(graph: Path, kind: str) -> Logits:
+    opened = functools.cache(lambda: session_logits(open_session(graph), kind))
+    return lambda texts: opened()(texts)
+
+
 def _by_length(logits: Callable[[np.ndarray], np.ndarray], texts: list[np.ndarray]) -> list[np.ndarray]:
     """Run texts of one length together, others one by one: a forward graph has no padding."""
     if len({len(text) for text in texts}) == 1:
@@ -197,23 +210,22 @@ def _by_length(logits: Callable[[np.ndarray], np.ndarray], texts: list[np.ndarra
 
 
 def parity_failure(parity: ParityReport, *, report: Path) -> str:
-    reloaded = (
-        f"the reloaded Hugging Face folder differs from torch by up to {parity.reload_logit_difference:.3g} "
-        f"(bound {parity.reload_logit_difference_bound:.3g})"
-    )
     return (
-        f"{'; '.join([_figures(graph) for graph in parity.graphs if not graph.passed] or [reloaded])}; see {report}. "
-        "If this is rounding, raise export.max_logit_difference and export.max_perplexity_difference or lower "
-        "export.min_argmax_agreement (for fp16 graphs: export.fp16_*, or leave fp16 out of export.precisions); "
-        "if not, evaluate the checkpoint first: weights that are not finite fail this check too"
+        f"the reloaded Hugging Face folder differs from torch by up to {parity.reload_logit_difference:.3g} (bound "
+        f"{parity.reload_logit_difference_bound:.3g}); see {report}. If this is rounding, raise "
+        "export.max_logit_difference; if not, evaluate the checkpoint first: weights that are not finite fail this "
+        "check too"
     )
 
 
 def _figures(graph: GraphParity) -> str:
+    fp16 = "fp16_" if graph.precision == "fp16" else ""
     return (
-        f"on {graph.positions} held-out positions {graph.file} differs from torch by up to "
+        f"on {graph.positions} held-out positions it differs from torch by up to "
         f"{graph.max_logit_difference:.3g} (bound {graph.max_logit_difference_bound:.3g}), the likeliest token agrees "
         f"at {100 * graph.argmax_agreement:.3f}% (bound {100 * graph.min_argmax_agreement_bound:.3f}%), perplexity "
         f"differs by {100 * graph.perplexity_difference:.2g}% (bound "
-        f"{100 * graph.max_perplexity_difference_bound:.2g}%)"
+        f"{100 * graph.max_perplexity_difference_bound:.2g}%): if this is rounding, raise "
+        f"export.{fp16}max_logit_difference and export.{fp16}max_perplexity_difference or lower "
+        f"export.{fp16}min_argmax_agreement"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,9 @@ from training.inference.kv_cache import KeyValues
 from training.inference.steps import SKIPPED, Extend, Forward, Move, Prefill
 from training.models.architectures import ARCHITECTURES, layers_of
 from training.models.language_model import LanguageModel
+from training.models.pretrained import auto_class_of, load_pretrained
+from training.models.state import state_of
+from training.records.model_state import check_state, saved_shapes
 from training.records.plan import even_stages, layer_numbers
 from training.strategies.pipeline import keep_stages
 from training.strategies.tensor import shard_matrices
@@ -87,10 +91,14 @@ class ModelShard:
 
 
 class WholeModel:
-    """A whole model of any class, with the class's own cache for each row: rows are run one after another."""
+    """A whole model of any class, with the class's own cache for each row: rows are run one after another.
+
+    A class without keys and values (Mamba, GPT) reads the whole text again for each token: a row's cache holds its IDs.
+    """
 
     def __init__(self, hf: Any, *, vocab_size: int) -> None:
         self.hf, self.vocab_size, self.device = hf, vocab_size, next(hf.parameters()).device
+        self.has_keys = "past_key_values" in inspect.signature(hf.forward).parameters
         self.caches: dict[int, Any] = {}
 
     @torch.inference_mode()
@@ -108,20 +116,20 @@ class WholeModel:
         self.caches[step.target] = self.caches.pop(step.source)
 
     def _row(self, row: int, ids: Sequence[int]) -> Tensor:
-        inputs = torch.tensor([ids], device=self.device)
-        result = self.hf(input_ids=inputs, past_key_values=self.caches.get(row), use_cache=True)
-        self.caches[row] = result.past_key_values
+        if self.has_keys:
+            inputs = torch.tensor([ids], device=self.device)
+            result = self.hf(input_ids=inputs, past_key_values=self.caches.get(row), use_cache=True)
+            self.caches[row] = result.past_key_values
+        else:
+            self.caches[row] = [*self.caches.get(row, ()), *ids]
+            result = self.hf(input_ids=torch.tensor([self.caches[row]], device=self.device))
         logits: Tensor = result.logits[:, -1].float()
         return logits
 
 
 def load_whole(folder: Path, *, dtype: torch.dtype) -> Any:
-    """Load a whole model of any class. `use_safetensors`: nothing is ever unpickled."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
-    ).eval()
+    """Load a whole model of any class. Raises ValueError if the folder does not have its tensors."""
+    return load_pretrained(auto_class_of("causal"), folder, dtype=dtype).eval()
 
 
 def load_shard(
@@ -129,46 +137,37 @@ def load_shard(
 ) -> LanguageModel:
     """Load only this rank's weights of a model with an Architecture, on the CPU: pieces of matrices, or some layers.
 
-    Raises ValueError if the folder lacks a weight, or has it in another shape.
+    Raises ValueError if the folder does not have the model's tensors.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with no_init_weights():  # allocated memory that is never touched costs nothing
-        hf = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+        hf = auto_class_of("causal").from_config(settings, dtype=dtype)
     hf.tie_weights()
     model = LanguageModel(hf.eval(), precision="fp32")
+    saved = saved_shapes(folder)
+    short = {name: name.removeprefix(f"{hf.base_model_prefix}.") for name in model.state_shapes}  # in the hub's gpt2
+    names = {name: name if name in saved else short[name] for name in model.state_shapes}
+    whole_names = {name: whole for whole, name in names.items()}
+    check_state(
+        {whole_names.get(name, name): shape for name, shape in saved.items()},
+        model.state_shapes,
+        where=str(folder),
+        cure="pass the model's whole folder",
+    )
     if tensor is not None:
         shard_matrices(model, tensor)
     keep_stages(model, {stage: layer_numbers(even_stages(len(layers_of(hf)), stages))[stage]}, last=stages - 1)
-    weights = TensorFiles(folder, "model")
-    with torch.no_grad():
-        for name, saved, parameter in _named(model):
-            saved = saved if saved in weights else saved.removeprefix(f"{hf.base_model_prefix}.")  # in the hub's gpt2
-            if saved not in weights:
-                raise ValueError(
-                    f"{folder} lacks the weight {saved}, which its config.json requires: pass the model's whole folder"
-                )
-            whole, cut = weights[saved], model.cuts.get(name)
-            piece = whole if cut is None or tensor is None else cut.take(whole, tensor)
-            if piece.shape != parameter.shape:
-                raise ValueError(
-                    f"{saved} in {folder} is {list(piece.shape)}, but its config.json needs {list(parameter.shape)}"
-                )
-            parameter.copy_(piece)
-    return model
-
-
-def _named(model: LanguageModel) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-    """Yield each parameter's name in the model, its name in the files, and the parameter.
-
-    A tied embedding is saved once: the last stage's copy has the embedding's name in the files.
-    """
     assert model.architecture is not None
-    for name, parameter in model.hf.named_parameters():
-        tied = model.tied and name == f"{model.architecture.output}.weight"
-        yield name, f"{model.architecture.embedding}.weight" if tied else name, parameter
+    # A tied embedding is saved once: the last stage's copy has the embedding's name in the files.
+    weights, embedding = TensorFiles(folder, "model"), names[f"{model.architecture.embedding}.weight"]
+    with torch.no_grad():
+        for name, target in state_of(hf).items():
+            whole, cut = weights[names.get(name, embedding)], model.cuts.get(name)
+            target.copy_(whole if cut is None or tensor is None else cut.take(whole, tensor))
+    return model
 
 
 def is_described(folder: Path) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from training.models.architectures import Architecture
+from training.models.state import state_of
 
 
 class FreshWeights(Mapping[str, Tensor]):
@@ -22,7 +24,7 @@ class FreshWeights(Mapping[str, Tensor]):
 
     def __init__(self, template: Any, architecture: Architecture, *, seed: int) -> None:
         self.template, self.layers, self.seed = template, architecture.layers, seed
-        self.shapes = {name: parameter.shape for name, parameter in template.named_parameters()}
+        self.shapes = {name: tensor.shape for name, tensor in state_of(template).items()}
         self.unit, self.made = "", nn.Module()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -31,7 +33,8 @@ class FreshWeights(Mapping[str, Tensor]):
         unit = self._unit(name)
         if unit != self.unit:
             self.unit, self.made = unit, self._make(unit)
-        return self.made.get_parameter(name.removeprefix(f"{unit}.")).detach()
+        tensor: Tensor = attrgetter(name.removeprefix(f"{unit}."))(self.made)
+        return tensor.detach()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -60,6 +63,6 @@ class FreshWeights(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def fill(hf: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy whole weights into a whole model."""
-    for name, parameter in hf.named_parameters():
-        parameter.copy_(weights[name])
+    """Copy whole weights, buffers among them, into a whole model."""
+    for name, tensor in state_of(hf).items():
+        tensor.copy_(weights[name])

@@ -24,6 +24,8 @@ from training.models.document_attention import (
 from training.models.freezing import freeze
 from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import Softmax, linear_cross_entropy, linear_scores, softmax_
+from training.models.pretrained import auto_class_of, load_pretrained
+from training.models.state import state_of
 from training.planner.model_shape import COUNT_FROM_PAD, dropout_fields
 from training.records.plan import RunPlan
 from training.runtime.mesh import copy_to_group, gather_sequence
@@ -42,6 +44,7 @@ class LanguageModel(nn.Module):
     def __init__(self, hf: nn.Module, *, precision: str) -> None:
         super().__init__()
         self.hf = hf
+        self.state_shapes = {name: tensor.shape for name, tensor in state_of(hf).items()}  # whole, before ranks cut it
         self.compute_in(precision)
         self.architecture = architecture_of(hf)
         self.causal = not type(hf).__name__.endswith("ForMaskedLM")
@@ -301,11 +304,8 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     config, auto_class = plan.config, auto_class_of(plan.config.objective)
     settings = hf_config(plan)
     if config.model.init == "pretrained":
-        # Safetensors only: a .bin is a pickle, and whoever wrote it could run code here.
         path = plan.local(config.model.path)
-        hf = auto_class.from_pretrained(
-            path, config=settings, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-        )
+        hf = load_pretrained(auto_class, path, dtype=torch.float32, settings=settings)
     elif settings.model_type in ARCHITECTURES:
         with no_init_weights():
             hf = auto_class.from_config(settings, dtype=torch.float32)
@@ -316,7 +316,7 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     hf.config.use_cache = False  # set again on export; training needs no cache
     _let_every_word_learn(hf)
     freeze(hf, config.train.freeze)
-    weights: Mapping[str, Tensor] = {name: parameter.detach() for name, parameter in hf.named_parameters()}
+    weights: Mapping[str, Tensor] = {name: tensor.detach() for name, tensor in state_of(hf).items()}
     if config.model.init != "pretrained" and settings.model_type in ARCHITECTURES:
         with torch.device("meta"):
             template = auto_class.from_config(settings, dtype=torch.float32)
@@ -350,16 +350,8 @@ def _let_every_word_learn(hf: Any) -> None:
 
 def load_model(folder: Path, plan: RunPlan, *, dtype: torch.dtype = torch.float32) -> LanguageModel:
     """Return the model of a checkpoint or export folder in Hugging Face layout, ready to evaluate."""
-    hf = auto_class_of(plan.config.objective).from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
-    )
+    hf = load_pretrained(auto_class_of(plan.config.objective), folder, dtype=dtype)
     return LanguageModel(hf.eval(), precision=plan.precision)
-
-
-def auto_class_of(objective: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-
-    return AutoModelForMaskedLM if objective == "masked" else AutoModelForCausalLM
 
 
 def hf_config(plan: RunPlan) -> Any:

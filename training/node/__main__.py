@@ -3,8 +3,9 @@
 It starts the ranks of this host, and stops them with a checkpoint on SIGTERM, when the launcher on this machine ends,
 or when the launcher's lease is no longer renewed. So a launcher that is killed with -9, or cut off, leaves no ranks
 behind. It writes a record of its end. It does not import torch, which would take 1.5 s on one core at each start. With
---stand-by it imports the ranks' program, and waits until an attempt needs it. Exit codes: 0 done, 130 stopped as asked,
-137 asked to stop and killed, otherwise the exit code of the process that started the ranks.
+--stand-by it imports the ranks' program, and takes tasks over its standard input, one after the other, until a task is
+not done or the input ends. Exit codes: 0 done, 130 stopped as asked, 137 asked to stop and killed, otherwise the exit
+code of the process that started the ranks.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from types import FrameType
 
 import psutil
 
+from training.node.fork_server import RankOrder
 from training.node.output import Causes, Output
 from training.node.ranks import (
     ENDS,
     adopt_orphans,
     command,
-    end_torchrun,
+    end_starter,
     kill_family,
     kill_siblings,
     rank_environment,
     rank_order,
     stop_ranks,
 )
-from training.records.node import NodeEnd, NodeEnding, NodeTask, RankEnd, RankEnds, RankFailure, StopCause
+from training.records.node import HandedTask, NodeEnd, NodeEnding, NodeTask, RankEnd, RankEnds, RankFailure, StopCause
 from training.tracking.redaction import USER, without_secrets
 
 POLL_S = 0.1
@@ -63,26 +65,40 @@ def main(path: Path) -> int:
 
 
 def stand_by(path: Path) -> int:
-    """Import the program of the task at `path`, then wait for a task: its path and secrets come over stdin.
+    """Import the program of the task at `path`, then take tasks, each with its secrets and its log, over stdin.
 
-    Ends as done if standard input is closed before a task comes.
+    The first tasks' ranks are forked from one process, so that later ones need no imports. Ends after a task that is
+    not done, and as done once standard input is closed.
     """
     task, output = NodeTask.read(path), Output()
     order = StopOrder(task)
-    with started(task, {}) as process:
-        try:
-            content = _read_input(order, timeout_s=float("inf"), died=lambda: process.poll() is not None)
-        except ValueError as error:
-            output.say(str(error))
-            output.close()
-            return STOPPED
-        if not content:
-            return 0
-        handed = json.loads(content)
-        order.end()
-        task, secrets = NodeTask.read(Path(handed["task"])), dict(handed["secrets"])
-        end = _run(task, secrets, process, order=StopOrder(task), output=output)
-    return _finish(task, end, secrets, output=output)
+    with started(task, {}) as starter:
+        while True:
+            try:
+                content = _read_line(order, timeout_s=float("inf"), died=lambda: starter.process.poll() is not None)
+            except ValueError as error:
+                output.say(str(error))
+                output.close()
+                return STOPPED if order.cause() else 1
+            if not content:
+                return 0
+            handed = HandedTask.model_validate_json(content)
+            order.end()
+            if handed.log:
+                _write_output_to(Path(handed.log))
+            task, output = NodeTask.read(Path(handed.task)), Output()
+            end = _run(task, handed.secrets, starter, order=StopOrder(task), output=output, keeps_starter=True)
+            code = _finish(task, end, handed.secrets, output=output)
+            if end.ending != "done":
+                return code
+            order, output = StopOrder(task.model_copy(update={"lease": "", "heartbeat": ""})), Output()
+
+
+def _write_output_to(log: Path) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
 
 
 def _finish(task: NodeTask, end: NodeEnd, secrets: dict[str, str], *, output: Output) -> int:
@@ -104,8 +120,23 @@ class Starter:
     process: subprocess.Popen[bytes]
     log_dir: Path
 
+    def order(self, ranks: RankOrder) -> None:
+        """Order ranks from the fork server."""
+        (self.log_dir / ENDS).unlink(missing_ok=True)
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: its output and exit code show the cause
+            self.process.stdin.write(ranks.model_dump_json().encode() + b"\n")
+            self.process.stdin.flush()
+
     def poll(self) -> int | None:
-        return self.process.poll()
+        """Return the exit code of the process or, where it waits for another order, of the last one; else None."""
+        ends = self.ends()
+        return self.process.poll() if ends is None else int(any(end.exit_code for end in ends))
+
+    def ends(self) -> tuple[RankEnd, ...] | None:
+        """Return how the ordered ranks ended; None before all have."""
+        path = self.log_dir / ENDS
+        return RankEnds.read(path).ends if path.exists() else None
 
 
 @contextmanager
@@ -113,10 +144,9 @@ def started(task: NodeTask, secrets: dict[str, str]) -> Iterator[Starter]:
     """Start the process that starts the ranks; the fork server imports their program, and then waits for its order."""
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ours = {"LOCAL_WORLD_SIZE": str(task.num_ranks)}
         process = subprocess.Popen(
             command(task, log_dir=Path(folder)),
-            env=rank_environment(task, secrets) | (ours if task.is_ours else {}),
+            env=rank_environment(task, secrets),
             stdin=subprocess.PIPE if task.is_ours else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -129,39 +159,47 @@ def started(task: NodeTask, secrets: dict[str, str]) -> Iterator[Starter]:
             process.wait()
 
 
-def _run(task: NodeTask, secrets: dict[str, str], starter: Starter, *, order: StopOrder, output: Output) -> NodeEnd:
-    """Start the ranks, wait for them, and stop them if asked; afterwards none of this node's processes is alive."""
+def _run(
+    task: NodeTask,
+    secrets: dict[str, str],
+    starter: Starter,
+    *,
+    order: StopOrder,
+    output: Output,
+    keeps_starter: bool = False,
+) -> NodeEnd:
+    """Start the ranks, wait for them, and stop them if asked; afterwards none of this node's processes is alive.
+
+    `keeps_starter`: the fork server lives on after ranks that are done, for the next task.
+    """
     process = starter.process
     assert process.stdout is not None
     output.start(process.stdout.fileno())
-    if process.stdin is not None:
-        ranks = rank_order(task, secrets, log_dir=starter.log_dir)
-        with suppress(BrokenPipeError):  # it has ended: its output and exit code show the cause
-            process.stdin.write(ranks.model_dump_json().encode() + b"\n")
-            process.stdin.close()
-    while process.poll() is None and not order.cause():
+    if task.is_ours:
+        starter.order(rank_order(task, secrets, log_dir=starter.log_dir))
+    while (code := starter.poll()) is None and not order.cause():
         time.sleep(POLL_S)
         now = time.monotonic()
         kill_siblings(process, [pid for pid, told in [*output.causes.told.items()] if now > told + SIBLINGS_S])
-    asked: StopCause = order.cause() if process.returncode is None else ""
-    ending: NodeEnding = "failed" if process.returncode else "done"
+    asked: StopCause = order.cause() if code is None else ""
+    ending: NodeEnding = "failed" if code else "done"
     if asked:
         output.say(f"{asked}: stopping the ranks")
         ending = "stopped" if stop_ranks(task, process, at_once=order.allows_no_grace) else "killed"
-    code = end_torchrun(process, patience_s=TORCHRUN_S if ending == "stopped" else 0.0)
-    kill_family()
+    keeps = keeps_starter and ending == "done"
+    if not keeps:
+        code = end_starter(process, patience_s=TORCHRUN_S if ending == "stopped" else 0.0)
+    kill_family(but=process.pid if keeps else 0)
     output.drain()
-    failures = _failures(task, code, starter.log_dir, output.causes) if ending == "failed" else ()
-    return _end(ending, code=code, asked=asked, failures=failures, last_lines=tuple(output.causes.last_lines))
+    failures = _failures(task, code or 0, starter, output.causes) if ending == "failed" else ()
+    return _end(ending, code=code or 0, asked=asked, failures=failures, last_lines=tuple(output.causes.last_lines))
 
 
-def _failures(task: NodeTask, code: int, log_dir: Path, causes: Causes) -> tuple[RankFailure, ...]:
+def _failures(task: NodeTask, code: int, starter: Starter, causes: Causes) -> tuple[RankFailure, ...]:
     if not task.is_ours:
-        return causes.failures(log_dir)
-    ends = log_dir / ENDS
-    if ends.exists():
-        return causes.failures_of(RankEnds.read(ends).ends)
-    return causes.failures_of([RankEnd(rank=task.first_rank, local_rank=0, exit_code=code)])  # it could not import
+        return causes.failures(starter.log_dir)
+    could_not_import = RankEnd(rank=task.first_rank, local_rank=0, exit_code=code)
+    return causes.failures_of(starter.ends() or [could_not_import])
 
 
 def _end(
@@ -247,11 +285,11 @@ def _read_secrets(order: StopOrder, *, timeout_s: float) -> dict[str, str]:
 
     Raises ValueError, without quoting the content, if it is not valid, is late, or this node is asked to stop.
     """
-    return _parsed(_read_input(order, timeout_s=timeout_s))
+    return _parsed(_read_line(order, timeout_s=timeout_s))
 
 
-def _read_input(order: StopOrder, *, timeout_s: float, died: Callable[[], bool] = lambda: False) -> bytes:
-    """Read stdin up to its end.
+def _read_line(order: StopOrder, *, timeout_s: float, died: Callable[[], bool] = lambda: False) -> bytes:
+    """Read a line from stdin, or what is left up to its end.
 
     Raises ValueError if it takes too long, the node is asked to stop, or `died` is true.
     """
@@ -260,11 +298,11 @@ def _read_input(order: StopOrder, *, timeout_s: float, died: Callable[[], bool] 
         if select.select([sys.stdin.fileno()], [], [], POLL_S)[0]:
             chunk = os.read(sys.stdin.fileno(), 65_536)
             content += chunk
-            if not chunk:
+            if not chunk or chunk.endswith(b"\n"):
                 return content
         if time.monotonic() > deadline:
             raise ValueError(f"secrets must come over stdin, but stdin was not closed within {timeout_s:.0f} s")
-    raise ValueError(f"{order.cause() or 'the imports failed'} before the ranks were started")
+    raise ValueError(f"{order.cause() or 'the process of the imports ended'} before the ranks were started")
 
 
 def _parsed(content: bytes) -> dict[str, str]:

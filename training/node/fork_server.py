@@ -1,13 +1,17 @@
 """Forks a node's ranks from one process that has imported their program.
 
-    python -m training.node.fork_server MODULE READY [ARGUMENT…]
+    python -m training.node.fork_server READY MODULE [ARGUMENT…]
 
 The imports, 7 s on one core for training, are made once for all ranks of a host, and a standby (training/node) makes
 them before it is needed; it then makes the file READY. It imports the module, and calls the module's `import_for`, if
 there is one, with the ranks' arguments: otherwise each rank would import later what a model's class or a strategy
-needs. An order, one line of JSON over standard input, says which ranks to fork. Their results are written to the file
-that it names, in the form of torchrun's reports. With several hosts, the first one's server keeps the store of the
-ranks' rendezvous, as torchrun's agent does (docs.pytorch.org/docs/stable/elastic/run.html).
+needs. An order, one line of JSON over standard input, says which ranks of which program to fork. Their results are
+written to the file that it names, in the form of torchrun's reports. With several hosts, the first one's server keeps
+the store of the ranks' rendezvous, as torchrun's agent does (docs.pytorch.org/docs/stable/elastic/run.html).
+
+After ranks that all came to their end it takes the next order, for another program of the same run; it ends with its
+input, or with an order that failed. A child of it carries each order out, because the store has threads, and no process
+with threads may be forked.
 
 A process that has opened a GPU cannot be forked. If the imports opened one, or the ranks run under a prefix such as
 nsys, each rank is a new process instead, which makes its own imports.
@@ -45,6 +49,7 @@ PR_SET_NAME = 15  # linux/prctl.h
 class RankOrder(Record):
     """The ranks to start. `environments`: one for each; `ends`: the file for their results."""
 
+    module: str
     args: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
     environments: tuple[dict[str, str], ...] = Field(repr=False)
@@ -52,24 +57,48 @@ class RankOrder(Record):
     ends: str
 
 
-def main(module: str, ready: Path, args: Sequence[str]) -> int:
-    """Return the exit code of the server: 1 if a rank failed. In ranks, return 0 or raise the program's error."""
+def main(ready: Path, module: str, args: Sequence[str]) -> int:
+    """Carry out orders until the input ends or ranks failed; return the exit code: 1 if a rank failed.
+
+    In ranks, return 0 or raise the program's error.
+    """
+    _import(module, args)
+    with suppress(OSError):  # a full disk; it stands by nevertheless
+        ready.touch()
+    for line in iter(sys.stdin.readline, ""):
+        order = RankOrder.model_validate_json(line)
+        _import(order.module, order.args)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the node signals ranks directly, and waits for their ends
+        child = os.fork()
+        if child == 0:
+            return _carry_out(order)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        _part(order).replace(order.ends)  # the node may end all processes but this one, once it sees the file
+        if code:
+            return code
+    return 0
+
+
+def _part(order: RankOrder) -> Path:
+    return Path(f"{order.ends}.part")
+
+
+def _import(module: str, args: Sequence[str]) -> None:
     imported = importlib.import_module(module)
     if hasattr(imported, "import_for"):
         imported.import_for(*args)
     gc.collect()
     gc.freeze()  # otherwise each rank's first garbage collection copies all pages of the imports
-    with suppress(OSError):  # a full disk; it stands by nevertheless
-        ready.touch()
-    line = sys.stdin.readline()
-    if not line:  # the node ended before it had a task
-        return 0
-    order = RankOrder.model_validate_json(line)
-    command = [*order.prefix, sys.executable, "-u", "-m", module, *order.args]
+
+
+def _carry_out(order: RankOrder) -> int:
+    """Fork the ranks and wait for them; return 1 if one failed."""
+    command = [*order.prefix, sys.executable, "-u", "-m", order.module, *order.args]
     forks = not order.prefix and not _gpu_is_open()
     if not forks and not order.prefix:
         print("node: the imports opened a GPU, so that each rank imports for itself", flush=True)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the node signals ranks directly, and this server reports their end
     listener = _listener(order.environments[0]) if order.hosts_store else None
     ranks: dict[int, Mapping[str, str]] = {}
     for environment in order.environments:
@@ -80,14 +109,14 @@ def main(module: str, ready: Path, args: Sequence[str]) -> int:
             _become_rank(environment)
             if not forks:
                 os.execvp(command[0], command)
-            sys.argv = [module, *order.args]
+            sys.argv = [order.module, *order.args]
             warnings.filterwarnings("ignore", ".* found in sys.modules after import", RuntimeWarning)  # as intended
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            runpy.run_module(order.module, run_name="__main__", alter_sys=True)
             return 0
         ranks[pid] = environment
     store = _store(order.environments[0], listener) if listener is not None else None
     ends = _wait(ranks)
-    RankEnds(ends=tuple(ends)).write(Path(order.ends))
+    RankEnds(ends=tuple(ends)).write(_part(order))
     del store
     return 1 if any(end.exit_code for end in ends) else 0
 
@@ -165,4 +194,4 @@ def _wait(ranks: Mapping[int, Mapping[str, str]]) -> list[RankEnd]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

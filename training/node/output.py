@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from training.records.node import RankEnd, RankFailure
+from training.tracking.redaction import plain
 
 MOST_WAITING = 4 * 2**20  # bytes to keep while nobody reads: after the end of dockerd a pipe blocks at 64 KiB
 CHUNK = 65_536
@@ -57,6 +58,7 @@ class Causes:
         if self._is_redrawn:
             self.last_lines.pop()
         self._is_redrawn = is_redrawn
+        line = plain(line)
         self.last_lines.append(line)
         if match := REPORTED_RANK.match(line):
             self._reported = int(match[1])
@@ -147,7 +149,7 @@ def _error_files(log_dir: Path) -> Iterable[tuple[int, str]]:
         message = json.loads(path.read_text())["message"]
         extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
         if "rank" in extra:
-            yield int(extra["rank"]), str(message["message"])[:LONGEST_CAUSE]
+            yield int(extra["rank"]), plain(str(message["message"]))[:LONGEST_CAUSE]
 
 
 def _describe_exit(exit_code: int) -> str:
@@ -168,6 +170,7 @@ class Output:
         self._waiting, self._lock = bytearray(), threading.Lock()
         self._rest = bytearray()  # the start of a line that has not ended yet
         self._closes, self._close_by = False, float("inf")  # until then it takes messages, also after the ranks' end
+        self._ranks_ended = False
         self._read_to_end = threading.Event()
         self._thread = threading.Thread(target=self._copy, daemon=True, name="output")
 
@@ -180,7 +183,8 @@ class Output:
         self._pass_on(f"{time.strftime('%Y-%m-%d %H:%M:%S')} node: {text}\n".encode())
 
     def drain(self) -> None:
-        """Wait, after the ranks' end, until all their output is read."""
+        """Wait, after the ranks' end, until all their output is read; their starter may live on, and hold the pipe."""
+        self._ranks_ended = True
         self._read_to_end.wait(FLUSH_S)
 
     def close(self) -> None:
@@ -195,10 +199,10 @@ class Output:
     def _copy(self) -> None:
         is_open = True
         while (is_open or self._waiting or not self._closes) and time.monotonic() < self._close_by:
-            sinks = [self._sink] if self._waiting else []
+            sinks, was_last = [self._sink] if self._waiting else [], self._ranks_ended
             ready, writable, _ = select.select([self._source] if is_open else [], sinks, [], LOOK_EVERY_S)
-            if ready:
-                chunk = os.read(self._source, CHUNK)
+            if ready or (is_open and was_last):
+                chunk = os.read(self._source, CHUNK) if ready else b""
                 self._read_lines(chunk)
                 self._pass_on(chunk)
                 if not chunk:

@@ -29,7 +29,7 @@ def command(task: NodeTask, *, log_dir: Path) -> list[str]:
     """Return the command that starts the ranks: Shardline's fork server, or torchrun for users' programs."""
     if task.is_ours:
         ready = Path(task.ready or log_dir / "ready")
-        return [sys.executable, "-u", "-P", "-m", "training.node.fork_server", task.module, str(ready), *task.args]
+        return [sys.executable, "-u", "-P", "-m", "training.node.fork_server", str(ready), task.module, *task.args]
     return torchrun_command(task, log_dir=log_dir)
 
 
@@ -46,6 +46,7 @@ def rank_order(task: NodeTask, secrets: dict[str, str], *, log_dir: Path) -> Ran
         "TORCHELASTIC_USE_AGENT_STORE": str(task.world_size > 1),
     }
     return RankOrder(
+        module=task.module,
         args=task.args,
         prefix=task.prefix,
         environments=tuple(
@@ -106,15 +107,17 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _ranks(task: NodeTask, torchrun: int) -> list[psutil.Process]:
-    """Return the ranks' processes: children of their starter, or of this process if it died; not their own children.
+def _ranks(task: NodeTask, starter: int) -> list[psutil.Process]:
+    """Return the ranks' processes: children of torchrun or of the fork server's child, or of this process if that died;
+    not their own children.
 
     Under a prefix such as nsys, a rank is the Python process below it. A forked data loader has the same command line
     as its rank, so only the topmost process counts.
     """
     family = psutil.Process().children(recursive=True)
     if not task.prefix:
-        return [member for member in family if _parent(member) in {torchrun, os.getpid()} and member.pid != torchrun]
+        starters = {member.pid for member in family if _parent(member) == starter} if task.is_ours else {starter}
+        return [member for member in family if _parent(member) in starters | {os.getpid()} and member.pid != starter]
     alike = {member.pid: member for member in family if _command(member) == rank_command(task)}
     return [member for member in alike.values() if _parent(member) not in alike]
 
@@ -174,12 +177,14 @@ def kill_siblings(process: subprocess.Popen[bytes], told: Iterable[int]) -> None
                     member.kill()
 
 
-def end_torchrun(process: subprocess.Popen[bytes], *, patience_s: float) -> int:
-    """End torchrun and return its exit code; the ranks of a killed one become children of this process.
+def end_starter(process: subprocess.Popen[bytes], *, patience_s: float) -> int:
+    """End torchrun or the fork server and return its exit code; ranks of a killed one become children of this process.
 
-    `patience_s`: time for it to end by itself. Without ranks it need not wait for other hosts.
+    `patience_s`: time for it to end by itself. Without ranks it need not wait for other hosts, nor for another order.
     """
     if process.poll() is None and patience_s:
+        if process.stdin is not None:
+            process.stdin.close()
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(patience_s)
@@ -187,9 +192,12 @@ def end_torchrun(process: subprocess.Popen[bytes], *, patience_s: float) -> int:
     return process.wait()
 
 
-def kill_family() -> None:
-    """Kill all descendants, because remaining processes would hold devices, ports and the pipe of the output."""
-    family = psutil.Process().children(recursive=True)
+def kill_family(*, but: int = 0) -> None:
+    """Kill all descendants, because remaining processes would hold devices, ports and the pipe of the output.
+
+    `but`: the PID of one that stays.
+    """
+    family = [member for member in psutil.Process().children(recursive=True) if member.pid != but]
     for member in family:
         with suppress(psutil.NoSuchProcess):
             member.kill()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from training.config.serving import InferenceConfig
 from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.model_shape import shape_of_hf
+from training.records.record import read_fields
 
 
 def check_inference(folder: Path, inference: InferenceConfig) -> None:
@@ -20,7 +20,7 @@ def check_inference(folder: Path, inference: InferenceConfig) -> None:
         )
     if inference.parallel not in {"tensor", "pipeline"}:
         return
-    settings = json.loads((folder / "config.json").read_text())
+    settings = dict(read_fields(folder / "config.json"))
     shape = shape_of_hf(settings, vocab_size=int(settings["vocab_size"]), context=0)
     if shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from training.config.parallel import Precision
 from training.config.run import RunConfig
-from training.config.train import TrainConfig, check_schedule
+from training.config.train import TrainConfig, check_schedule, warn_of_warmup
 from training.planner.chosen_layout import ChosenLayout
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
@@ -277,10 +277,7 @@ def _assumptions(
         reasons.append(
             f"vocabulary {ASSUMED_VOCAB[tokenizer.kind]:,}: assumed, because the corpus is not tokenized yet"
         )
-    if train.warmup_steps >= steps:
-        reasons.append(
-            f"learning rate: training ends after {steps} steps, within the {train.warmup_steps} steps of warm-up"
-        )
+    reasons += warn_of_warmup(train, steps=steps)
     if wants_trial(config, inventory.device_kind, compiled=compiled):
         if config.train.micro_batch:
             reasons.append("compile: a trial of a few steps will confirm that compiled layers work and fit")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import ValidationError
-
 from training.config.parallel import StrategyName
 from training.records.plan import RankPlan, RunPlan
+from training.records.record import DamagedRecord
 from training.records.train_result import TrainResult
 
 SHARDED = frozenset({"fsdp", "hsdp", "zero3"})  # chosen where a rank cannot hold the model whole
@@ -77,5 +76,5 @@ def read_evaluation_plan(path: Path) -> EvaluationPlan:
         return EvaluationPlan.of_run(RunPlan.read(path), TrainResult.read(result))
     try:
         return EvaluationPlan.read(path)
-    except ValidationError:
+    except DamagedRecord:
         raise ValueError(f"{path} is no evaluation's plan, nor a trained run's: there is no {result}") from None

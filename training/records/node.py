@@ -52,6 +52,14 @@ class NodeTask(Record):
         return self.module.startswith("training.")
 
 
+class HandedTask(Record):
+    """A task for a node that stands by: one line over its standard input. `log`: where it prints from now on."""
+
+    task: str
+    secrets: dict[str, str] = Field({}, repr=False)
+    log: str = ""
+
+
 class RankFailure(Record):
     """The failure of a rank. A negative `exit_code` is a signal's number. `cause`: the line of the exception, if known.
 

@@ -6,12 +6,37 @@ Each is a small JSON file that is written completely or not at all.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from training.config.credentials import RECORD
+
+
+class DamagedRecord(ValueError):
+    """A record that cannot be read; the message names the file and says what to do. `why` follows the file's name.
+
+    `problem`: the message without the cure, for callers who have another.
+    """
+
+    def __init__(self, path: Path, why: str, *, cure: str = "restore it from a copy, or move it away") -> None:
+        self.problem = f"{path} {why}"
+        super().__init__(f"{self.problem}: {cure}")
+
+    @classmethod
+    def of(cls, path: Path, error: ValidationError) -> Self:
+        """Describe what does not fit first. A field that is not known here is of a later version."""
+        problems = error.errors(include_input=False, include_url=False)
+        unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+        first = [*unknown, *problems][0]
+        field = ".".join(map(str, first["loc"]))
+        if unknown:
+            return cls(path, f"was written by a newer Shardline (it has `{field}`)", cure="update Shardline here")
+        return cls(path, f"is damaged ({f'{field}: ' if field else ''}{first['msg']})")
 
 
 class Record(BaseModel):
@@ -24,7 +49,47 @@ class Record(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        return cls.model_validate_json(path.read_bytes())
+        """Read the record. Raises DamagedRecord, or FileNotFoundError."""
+        try:
+            return cls.model_validate_json(_content(path), context=RECORD)
+        except ValidationError as error:
+            raise DamagedRecord.of(path, error) from None
+
+
+class Fields(dict[str, Any]):
+    """The fields of a JSON file. Raises DamagedRecord for a field that it lacks."""
+
+    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+        super().__init__(fields)
+        self.path = path
+
+    def __missing__(self, field: str) -> Any:
+        raise DamagedRecord(self.path, f"is damaged (it has no `{field}`)")
+
+
+def read_fields(path: Path) -> Fields:
+    """Read the object in a JSON file without its types, so that it may be of any version, or not a record.
+
+    Raises DamagedRecord, or FileNotFoundError.
+    """
+    content = _content(path)
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise DamagedRecord(path, f"is damaged ({error})") from None
+    if not isinstance(found, dict):
+        raise DamagedRecord(path, "is damaged (it has no fields)")
+    return Fields(path, found)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except (IsADirectoryError, PermissionError) as error:
+        raise DamagedRecord(path, f"cannot be read ({error.strerror})") from None
+    if not content.strip(b"\0 \n"):  # zeros: what some file systems leave of a file after a power cut
+        raise DamagedRecord(path, "is empty")
+    return content
 
 
 def with_matmul_share(fields: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from pydantic import Field
+
 from training.records.record import Record
 
 
@@ -202,7 +204,10 @@ class EngineReport(Record):
 
 
 class ExportedModel(Record):
-    """export/: model.safetensors, config.json, tokenizer, generation_config.json, ONNX graphs; sha256 by name."""
+    """export/: model.safetensors, config.json, tokenizer, generation_config.json, ONNX graphs; sha256 by name.
+
+    tensors: the shapes of the model's state by name; empty in records of older versions, which left buffers out.
+    """
 
     step: int
     checkpoint_sha256: str
@@ -210,8 +215,19 @@ class ExportedModel(Record):
     context: int
     end_id: int
     files: dict[str, str]
+    tensors: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     parity: ParityReport
     skipped: dict[str, str]  # what could not be made, and why
+
+    @property
+    def formats(self) -> str:
+        """What the export has: `Hugging Face, decode.onnx, model.onnx`."""
+        return ", ".join(["Hugging Face", *(name for name in self.files if name.endswith(".onnx"))])
+
+    @property
+    def left_out(self) -> str:
+        """What could not be made, with the reasons, in one text; empty if all was made."""
+        return "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
 
 
 class RegisteredModel(Record):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
 from training.config.launch import Cause
-from training.records.record import Record, with_matmul_share
+from training.records.record import Record, read_fields, with_matmul_share
 
 StoppedBy = Literal["steps", "signal", "hours", "early stop"]
 
@@ -25,8 +24,7 @@ class TrainFailure(Record):
 
 def train_failure(path: Path) -> TrainFailure | None:
     """Return the failure that a result.json records; None if training ended without one."""
-    content = json.loads(path.read_bytes())
-    return TrainFailure.model_validate(content) if "detail" in content else None
+    return TrainFailure.read(path) if "detail" in read_fields(path) else None
 
 
 class TrainResult(Record):

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import ValidationError
 
-from training.records.record import sha256_file, write_atomically
+from training.records.record import DamagedRecord, sha256_file, write_atomically
 from training.records.token_shards import FinishedChunk, Shard, TokenShards
 from training.shards.remote import remote_folder
 
@@ -88,7 +87,7 @@ def finished_chunk(folder: Path, index: int) -> FinishedChunk | None:
         return None
     try:
         finished = FinishedChunk.read(marker)
-    except ValidationError:
+    except DamagedRecord:
         return None
     return None if any(_damage(folder, shard) for shard in finished.shards) else finished
 
@@ -106,10 +105,8 @@ def read_manifest(folder: Path) -> TokenShards:
         )
     try:
         manifest = TokenShards.read(path)
-    except ValidationError as error:
-        raise ValueError(
-            f"{path} is not a manifest of token shards ({error}); delete {folder} to tokenize again"
-        ) from None
+    except DamagedRecord as error:
+        raise ValueError(f"{error.problem}: delete {folder} to tokenize again") from None
     for shard in manifest.shards:
         _check_size(folder, shard, manifest.dtype)
     return manifest
@@ -136,9 +133,9 @@ def discard_damaged(folder: Path) -> list[str]:
     path = folder / MANIFEST
     try:
         manifest = TokenShards.read(path) if path.exists() else None
-    except ValidationError as error:
+    except DamagedRecord as error:
         path.unlink()
-        return [f"{path} is not a manifest of token shards ({error})", *discard_damaged(folder)]
+        return [error.problem, *discard_damaged(folder)]
     if manifest is None:
         if not (folder / "tokenizer" / "tokenizer.json").exists():
             forget_chunks(folder)

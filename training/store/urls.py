@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+
+from training.config.credentials import problem_of, without_url_credentials
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -25,13 +26,8 @@ def is_url(path: str) -> bool:
 
 def check_url(url: str, *, field: str) -> None:
     """Raise ValueError for a URL with credentials in it, or whose library is not installed."""
-    parts = urlsplit(url)
-    if "@" in parts.netloc and (parts.scheme.startswith(("http", "s3")) or parts.password):
-        shown = url.replace(parts.netloc, parts.netloc.rpartition("@")[2])
-        raise ValueError(
-            f"{field}={shown} contains credentials, which would be logged: give them to the store's library "
-            "instead, by its environment variables or its profile"
-        )
+    if problem := problem_of(url):
+        raise ValueError(f"{field}={without_url_credentials(url)} {problem}")
     filesystem(url)
 
 

@@ -53,7 +53,8 @@ class Strategy(Protocol):
         """
 
     def weights(self) -> Iterator[tuple[str, Parts]]:
-        """Return this rank's parts of the fp32 weights, by Hugging Face name, tied ones once, without communication.
+        """Return this rank's parts of the fp32 weights and of persistent buffers, by Hugging Face name, tied ones once,
+        without communication.
 
         All ranks of a pipeline stage get the same names in the same order; stages get different ones.
         """

@@ -76,7 +76,7 @@ class StageMap:
         return [ranks for ranks, layers in zip(of_stages, self.replicas[replica], strict=True) for _ in layers]
 
     def layer_of(self, name: str) -> int:
-        """Return the layer whose ranks hold a parameter: its own, else 0 (first stage) or -1 (last stage)."""
+        """Return the layer whose ranks save a parameter or buffer: its own, else 0 (first stage) or -1 (last stage)."""
         prefix = f"{self.architecture.layers}."
         if name.startswith(prefix):
             return int(name.removeprefix(prefix).partition(".")[0])
@@ -191,12 +191,12 @@ class Pipeline(TorchStrategy):
         self.weight, self.losses = 0.0, list[Tensor]()
         self.built: tuple[int, Schedule1F1B | ScheduleInterleaved1F1B] | None = None
 
-    def saved_names(self) -> dict[str, nn.Parameter]:
+    def saved_names(self) -> dict[str, Tensor]:
         assert self.model.architecture is not None
         if not self.has_tied_copy:
             return super().saved_names()
         copy, embedding = f"{self.model.architecture.output}.weight", self._embedding
-        return {embedding if name == copy else name: parameter for name, parameter in super().saved_names().items()}
+        return {embedding if name == copy else name: tensor for name, tensor in super().saved_names().items()}
 
     @property
     def _embedding(self) -> str:
@@ -347,10 +347,8 @@ class Pipeline(TorchStrategy):
         return self._saved_here(super().moments())
 
     def _saved_here(self, tensors: Iterator[tuple[str, Parts]]) -> Iterator[tuple[str, Parts]]:
-        """Leave out the last stage's copy of a tied embedding."""
-        return (
-            (name, parts) for name, parts in tensors if not (self.has_tied_copy and name.startswith(self._embedding))
-        )
+        """Leave out what other stages save: a tied embedding's copy, and buffers outside of layers, which all have."""
+        return ((name, parts) for name, parts in tensors if dist.get_rank() in itertools.chain(*parts.holders))
 
 
 def _concatenated(batches: list[Batch]) -> Batch:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from training.data.batch import Batch, Share
 from training.models.freezing import without_gradient
 from training.models.language_model import LanguageModel
+from training.models.state import state_of
 from training.records.plan import RankPlan
 from training.runtime.mesh import Mesh, all_reduce_together
 from training.runtime.step_trace import phase
@@ -64,7 +65,7 @@ class TorchStrategy:
         self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
         self.all_ranks = torch.arange(plan.world_size).view(-1, plan.mesh["tp"])
         self.named = self.saved_names()  # read once: while FSDP2 has weights gathered, the model lists those
-        self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        self.trained = {name: p for name, p in self.named.items() if isinstance(p, nn.Parameter) and p.requires_grad}
         self.sharded = ShardedOptimizer(self.trained, mesh["dp"]) if shard_optimizer else None
         if self.sharded is not None:
             self.trained = self.sharded.shards
@@ -82,9 +83,9 @@ class TorchStrategy:
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
 
-    def saved_names(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters, or its pieces of them, by the Hugging Face name they are saved under."""
-        return dict(self.model.hf.named_parameters())
+    def saved_names(self) -> dict[str, Tensor]:
+        """Return this rank's parameters, or its pieces of them, and persistent buffers, by the name in the files."""
+        return state_of(self.model.hf)
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
         """Return the context in which each micro-batch runs; strategies may reduce gradients only in the last one."""
@@ -192,8 +193,8 @@ class TorchStrategy:
         return loss if self.counts_replicated else torch.zeros_like(loss)
 
     def weights(self) -> Iterator[tuple[str, Parts]]:
-        for name, parameter in self.named.items():
-            yield name, self.parts(name, parameter.detach())
+        for name, tensor in self.named.items():
+            yield name, self.parts(name, tensor.detach())
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
         for name, parameter in self.trained.items():
@@ -206,8 +207,8 @@ class TorchStrategy:
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.named.items():
-            own, target = self.own(name, weights[name], parameter), parameter.detach()
+        for name, tensor in self.named.items():
+            own, target = self.own(name, weights[name], tensor), tensor.detach()
             if isinstance(own, DTensor) and isinstance(target, DTensor):
                 own, target = own.to_local(), target.to_local()
             target.copy_(own)
@@ -230,11 +231,11 @@ class TorchStrategy:
             tensor.copy_(state[name])
 
     def parts(self, name: str, tensor: Tensor) -> Parts:
-        """Return the parts that the ranks hold of a parameter, or of its moment."""
+        """Return the parts that the ranks hold of a parameter, of its moment, or of a buffer."""
         return parts_of(tensor, cut=self.model.cuts.get(name), ranks=self.ranks_with(name))
 
     def ranks_with(self, name: str) -> Tensor:
-        """Return the ranks that hold a parameter, [dp, tp]."""
+        """Return the ranks that hold a parameter or buffer, and save it, [dp, tp]."""
         return self.all_ranks
 
     def own(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from training.data.batch import Batch, Share
 from training.models.freezing import not_reached, without_gradient
 from training.models.init_weights import fill
 from training.models.language_model import LanguageModel
+from training.models.state import state_of
 from training.planner.cost_model import ZERO_STAGE
 from training.records.plan import RankPlan
 from training.runtime.mesh import Mesh
@@ -89,8 +90,11 @@ def _shard_before_it_moves(model: LanguageModel, plan: RankPlan, weights: Mappin
     import deepspeed
 
     deepspeed.zero.Init(module=model, config_dict_or_path=deepspeed_config(plan))
-    for name, parameter in model.hf.named_parameters():
-        partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+    for name, tensor in state_of(model.hf).items():
+        if not isinstance(tensor, nn.Parameter):
+            tensor.copy_(weights[name])
+            continue
+        partition: Tensor = tensor.ds_tensor  # type: ignore[attr-defined]
         own = own_numbers(weights[name], partition.numel(), rank)
         partition.detach()[: own.numel()].copy_(own)
     for module in model.modules():
@@ -193,13 +197,13 @@ class Zero:
     def weights(self) -> Iterator[tuple[str, Parts]]:
         from deepspeed.utils import safe_get_local_fp32_param
 
-        for name, parameter in self.model.hf.named_parameters():
-            if self.stage < 3:
-                yield name, whole_on_each(parameter.detach(), self.ranks)
+        for name, tensor in state_of(self.model.hf).items():
+            if self.stage < 3 or not isinstance(tensor, nn.Parameter):
+                yield name, whole_on_each(tensor.detach(), self.ranks)
             else:  # the optimizer does not hold frozen parameters
-                frozen = not parameter.requires_grad
-                own: Tensor = parameter.ds_tensor if frozen else safe_get_local_fp32_param(parameter)  # type: ignore[attr-defined]
-                yield name, self._partitions_of(parameter, own.detach())
+                frozen = not tensor.requires_grad
+                own: Tensor = tensor.ds_tensor if frozen else safe_get_local_fp32_param(tensor)  # type: ignore[attr-defined]
+                yield name, self._partitions_of(tensor, own.detach())
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
         from deepspeed.utils import safe_get_local_optimizer_state

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.records.record import Record, write_atomically
-from training.tracking.rows import SAMPLES, read_rows, row_files, whole_lines
+from training.tracking.rows import SAMPLES, parse_rows, read_rows, row_files, whole_lines
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -71,7 +71,7 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
         chunk = lines[start : start + ROWS_PER_REQUEST]
         metrics = [
             Metric(key, float(value), row["time_ms"], row["step"])
-            for row in map(json.loads, chunk)
+            for row in parse_rows(path, chunk)
             for key, value in row.items()
             if key not in NOT_METRICS and _identity(row["step"], key, value) not in known
         ]

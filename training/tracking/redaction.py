@@ -1,8 +1,9 @@
-"""Removes secrets from URIs, errors and logs before they are shown."""
+"""Removes secrets, and what only a terminal understands, from URIs, errors and logs before they are shown."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from urllib.parse import unquote
 
@@ -19,13 +20,8 @@ SECRETS = (
     "HF_TOKEN",
     "WANDB_API_KEY",
 )
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")  # colours and links of terminals
 OURS_ALONE = ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY")  # ranks never call Prefect, so they do not get these
-
-
-def shown(uri: str) -> str:
-    """Return `uri` in a form that may be printed: with *** for user:password."""
-    credentials = _credentials(uri)
-    return uri.replace(f"{credentials}@", "***@", 1) if credentials else uri
 
 
 def credentials_apart(uri: str) -> tuple[str, str, str] | None:
@@ -35,8 +31,14 @@ def credentials_apart(uri: str) -> tuple[str, str, str] | None:
     return (uri.replace(f"{credentials}@", "", 1), user, password) if user and password else None
 
 
+def plain(text: str) -> str:
+    """Return `text` without the sequences by which programs colour it for a terminal."""
+    return ESCAPES.sub("", text)
+
+
 def without_credentials(text: str, *, uri: str) -> str:
-    """Return `text`, for example of an error, with *** where it quotes the credentials of `uri`, encoded or not."""
+    """Return `text`, for example of an error, plain, and with *** where it quotes the credentials of `uri`."""
+    text = plain(text)
     credentials = _credentials(uri)
     password = credentials.partition(":")[2]
     for secret in (credentials, unquote(credentials), password, unquote(password)):

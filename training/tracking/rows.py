@@ -6,8 +6,11 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from training.records.record import DamagedRecord
 
 logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
@@ -72,4 +75,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return all complete rows of a file; a line that a kill cut off is left out."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return parse_rows(path, [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")])
+
+
+def parse_rows(path: Path, lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Return the rows in complete lines of a file. Raises DamagedRecord, with the line."""
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise DamagedRecord(path, f"has a damaged row, {line[:40]!r}") from None
+    return rows

@@ -182,6 +182,13 @@ def test_a_grammar_is_vllms_own_field() -> None:
     assert body["structured_outputs"] == {"regex": "a+"}
 
 
+def test_a_grammar_on_which_its_matcher_would_give_up_is_not_sent(engine: VllmEngine, log: Path) -> None:
+    pytest.importorskip("llguidance")
+    with pytest.raises(ValueError, match=r"text cannot be constrained by this json \(llguidance: "):
+        engine.stream("x", new_tokens=9, grammar={"json": {"$ref": "#"}})
+    assert requests(log) == []
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not shutil.which("vllm"), reason="there is no program `vllm` on PATH")
 def test_vllm_itself_gives_the_text_and_the_scores_of_onnx_runtime(exported_run: Path) -> None:

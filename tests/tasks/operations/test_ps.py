@@ -75,6 +75,16 @@ def test_a_launcher_of_an_equal_name_on_another_machine_is_judged_by_its_lease(
     assert not launcher_of(container(launcher=f"{dead}-cloned"))[0]
 
 
+def test_a_launcher_whose_record_is_damaged_may_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
+    dead = process_key(os.getpid()).replace(f"/{os.getpid()}/", "/4194304/")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "owner.json").touch()
+    kept, words = launcher_of(container(launcher=dead))
+    assert kept, "or reap would remove the ranks of a run that goes on"
+    assert f"{tmp_path}/run/owner.json is empty" in words
+
+
 def container(*, launcher: str) -> OnHost:
     found = Found(id="1", name="node", run="run", attempt="1", host="host0", launcher=launcher, status="running")
     began = "2026-01-01T00:00:00Z"

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from tasks.planning.plan import replan, without_compile
+from tasks.planning.plan import replan, without_compile, write_plan
+from tasks.tracking.mlflow_run import TrackedRun
 from tests.support.configs import inventory, tiny_config, unlike_hosts
+from training.config.train import learning_rate
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
@@ -39,6 +41,35 @@ def planned(
     )
     plan.write(folder / "plan.json")
     return plan
+
+
+def test_a_warm_up_that_outlasts_the_run_is_warned_of(
+    tiny_shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether by train.steps or by the steps that train.target_minutes leaves."""
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
+    shards = TokenShards.read(tiny_shards / "manifest.json")
+    for name, settings, steps in (
+        ("short", {"train__steps": 10, "train__warmup_steps": 100}, 10),
+        ("limited", {"train__steps": 500, "train__warmup_steps": 100, "train__target_minutes": 1e-9}, 100),
+        ("long", {"train__steps": 101, "train__warmup_steps": 100}, 0),
+    ):
+        config = tiny_config(train__learning_rate=1e-3, train__min_learning_rate=1e-4, **settings)
+        run = TrackedRun(run_id=name, mlflow_run_id="1", experiment_id="1", begun_with=config)
+        caplog.clear()
+        plan = write_plan(config, run=run, inventory=inventory(1), shards=shards, shards_dir=tiny_shards)
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        if not steps:
+            assert not [reason for reason in (*plan.reasons, *warnings) if "warmup_steps" in reason]
+            continue
+        rate = learning_rate(steps - 1, config.train, steps=plan.steps)
+        sentence = (
+            f"learning rate: the run ends after {steps} steps, within the 100 of train.warmup_steps, at {rate:.3g}, "
+            f"{rate / 1e-3:.0%} of train.learning_rate = 0.001: set train.warmup_steps={steps // 10}, a tenth of the "
+            "run, or train for more steps"
+        )
+        assert sentence in plan.reasons
+        assert f"plan: {sentence}" in warnings
 
 
 def first_host() -> Inventory:

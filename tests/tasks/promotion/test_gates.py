@@ -96,6 +96,11 @@ def test_required_tasks(challenger: Candidate, passed: bool, sentence: str) -> N
     assert sentence in verdict.text
 
 
+def test_the_parity_gate_says_what_the_export_has() -> None:
+    without = gate(replace(version(4, 2.0), formats="Hugging Face, model.onnx"), None, gates=GatesConfig())
+    assert without.checks[0].text == "the export (Hugging Face, model.onnx) is within its parity bounds"
+
+
 def test_the_latency_budget_is_held_against_the_smoke_test() -> None:
     assert check_latency(49.96, budget_ms=50).verdict == "passed: p95 50.0 ms, at most 50"
     assert check_latency(51.0, budget_ms=50).verdict == "not passed: p95 51.0 ms, needed: at most 50"

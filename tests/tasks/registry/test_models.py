@@ -7,19 +7,23 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from safetensors.numpy import load_file, save_file
 
 from tasks.promotion.register import register_model
 from tasks.registry.models import lineage, resolve
 from tasks.tracking.client import CLIENT_ENVIRONMENT, registry_client
 from tasks.workspace.paths import keep_password_apart, tracking_uri
 from tests.support.mlflow_store import Store
+from training.config.credentials import without_url_credentials
+from training.records.model_state import check_export
 from training.records.plan import RunPlan
+from training.records.record import sha256_file
 from training.records.results import ExportedModel
-from training.tracking.redaction import shown
 
 
 @pytest.mark.parametrize("ref", ["tiny", "tiny@champion", "tiny/1"])
@@ -69,6 +73,44 @@ def test_a_file_that_is_not_the_one_that_was_registered_is_refused(store: Store)
     assert resolve("tiny@champion", tracking_uri=store.uri).export_dir == weights.parent
 
 
+def test_an_export_with_other_tensors_than_its_model_is_neither_registered_nor_served(store: Store) -> None:
+    run_dir, name = store.finished_run("one", loss=3.0), "model.layers.1.mlp.up_proj.weight"
+    whole = (run_dir / "export" / "model.safetensors").read_bytes()
+    lose(run_dir / "export", name)
+    with pytest.raises(ValueError, match=rf"export does not have the model's tensors: it lacks {name}: restore"):
+        register_model(run_dir, tracking_uri=store.uri)
+    (run_dir / "export" / "model.safetensors").write_bytes(whole)
+    register_model(run_dir, tracking_uri=store.uri)
+    lose(resolve("tiny", tracking_uri=store.uri).export_dir, name)
+    with pytest.raises(ValueError, match=rf"it lacks {name}: restore"):
+        resolve("tiny", tracking_uri=store.uri)
+
+
+def lose(folder: Path, name: str) -> None:
+    """Write an export again without one tensor; its record has the new file's hash."""
+    path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    path.unlink()  # the registry's files are links to the run's
+    save_file({other: tensor for other, tensor in tensors.items() if other != name}, path, metadata={"format": "pt"})
+    record = ExportedModel.read(folder / "export.json")
+    files = record.files | {path.name: sha256_file(path)}
+    record.model_copy(update={"files": files}).write(folder / "export.json")
+
+
+def test_an_older_export_of_a_class_that_may_have_buffers_is_served_with_a_warning(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = store.finished_run("one", loss=3.0)
+    folder = run_dir / "export"
+    ExportedModel.read(folder / "export.json").model_copy(update={"tensors": {}}).write(folder / "export.json")
+    check_export(folder, ExportedModel.read(folder / "export.json"))
+    assert not caplog.text, "a Llama has none"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gemma4_text"}))
+    check_export(folder, ExportedModel.read(folder / "export.json"))
+    assert "left a model's persistent buffers out" in caplog.text
+    assert "shardline resume RUN train.steps=MORE" in caplog.text
+
+
 @pytest.mark.slow
 def test_an_mlflow_that_is_away_is_named_soon_in_one_line_and_without_the_password(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -99,7 +141,7 @@ def test_an_mlflow_that_is_away_is_named_soon_in_one_line_and_without_the_passwo
     ],
 )
 def test_a_uri_is_shown_without_credentials(uri: str, printed: str) -> None:
-    assert shown(uri) == printed
+    assert without_url_credentials(uri) == printed
 
 
 def test_a_password_in_the_uri_reaches_the_server_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,8 @@ def test_each_parameter_reaches_vllm_or_stays_here_as_the_table_says(
         reply = client.post("/v1/chat/completions" if chat else "/v1/completions", json=body | {name: value})
         is_without_llguidance = reply.status_code == 400 and "needs llguidance" in reply.text
         assert reply.status_code == 200 or is_without_llguidance, f"{name}: {reply.text}"
+        if is_without_llguidance:
+            continue
         sent = requests(log)[before:]
         if what.startswith("sent"):
             as_named = re.match(r"sent as `(\w+)`", what)

@@ -63,7 +63,7 @@ def working(run_id: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.slow
 def test_a_run_that_somebody_works_on_cannot_be_opened_and_is_left_as_it_is(home: Path) -> None:
     with working("r1") as other:
-        with pytest.raises(ValueError, match=f"run r1 is being worked on by pid {other.pid} on "):
+        with pytest.raises(ValueError, match=f"run r1 is running: pid {other.pid} on "):
             tracked(tiny_config(), run_id="r1", tags={}).__enter__()
         assert reconcile_mlflow() == []
         assert status(home, "r1") == ("RUNNING", "")
@@ -142,7 +142,7 @@ def test_a_run_of_another_mlflow_is_left_alone(home: Path) -> None:
     ("error", "expected"),
     [
         (None, ("FINISHED", "")),
-        (ValueError("bad corpus"), ("FAILED", "bad corpus")),
+        (ValueError("bad \x1b[1;31mcorpus\x1b[0m"), ("FAILED", "bad corpus")),  # colours of a library's error
         (RunStopped("told to stop"), ("KILLED", "told to stop")),
         (KeyboardInterrupt(), ("KILLED", "interrupted (KeyboardInterrupt)")),
     ],

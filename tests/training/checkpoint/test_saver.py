@@ -21,6 +21,7 @@ from training.records.checkpoint import checkpoint_folder, damage, finished_chec
 from training.records.plan import RunPlan
 from training.runtime.errors import NonFiniteLoss
 from training.runtime.process import process_group
+from training.strategies.torch_strategy import TorchStrategy
 from training.tracking.rows import read_rows
 from training.trainer.state import TrainingState, restore
 
@@ -235,3 +236,15 @@ def test_a_rank_killed_in_the_middle_of_a_write_leaves_the_checkpoint_before(
     assert min(losses(plan_path)) == 4
     assert leftovers(state.run_dir) == []
     assert [folder.name for folder in finished_checkpoints(state.run_dir)] == ["00000006", "00000008"]
+
+
+def test_a_checkpoint_that_would_lack_a_tensor_is_refused_before_the_first_step(
+    start: Callable[..., TrainingState],
+) -> None:
+    state = start("forgetful")
+    assert isinstance(state.strategy, TorchStrategy)
+    del state.strategy.named["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(
+        ValueError, match=r"a checkpoint of these ranks .* lacks model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
+        Saver(state.run_dir, plan=state.plan, strategy=state.strategy, model=state.model, rank=state.rank)

@@ -10,10 +10,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from torch.onnx._internal.exporter._errors import ConversionError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.tiny_run import VOCAB
-from training.exports.onnx_graphs import save_graphs
+from training.exports.onnx_graphs import experts_bytes, reason, save_graphs
 from training.exports.onnx_session import (
     Decoding,
     decoded_logits,
@@ -33,6 +34,9 @@ SIZES = {
     "vocab_size": 97,
     "tie_word_embeddings": True,
 }
+
+
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 def causal_model(architecture: str, **settings: Any) -> Any:
@@ -119,11 +123,19 @@ def test_the_graphs_name_their_sizes_as_people_do(llama: tuple[Any, Path]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "settings"),
-    [("mistral", {"sliding_window": 8}), ("qwen3", {"head_dim": 16}), ("gemma", {"head_dim": 8})],
+    [
+        ("mistral", {"sliding_window": 8}),
+        ("qwen3", {"head_dim": 16}),
+        ("gemma", {"head_dim": 8}),
+        ("mixtral", {"num_local_experts": 4, **EXPERTS}),
+        ("qwen3_moe", {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, **EXPERTS}),
+    ],
 )
 def test_other_causal_classes_decode_too(architecture: str, settings: dict[str, Any], tmp_path: Path) -> None:
     model = causal_model(architecture, **settings)
+    experts = model.get_experts_implementation()
     assert save_graphs(model, tmp_path, causal=True) == {}
+    assert model.get_experts_implementation() == experts, "only what is traced computes by batched products"
     texts = texts_of(21, 30)
     expected = [torch_logits(model)([text])[0] for text in texts]
     assert differences(decoded_logits(open_session(tmp_path / "decode.onnx"), texts, steps=4), expected) < 1e-4
@@ -138,3 +150,24 @@ def test_a_class_without_keys_and_values_has_a_forward_graph_and_a_reason(tmp_pa
     assert set(skipped) == {"decode.onnx"}
     assert "OpenAIGPTLMHeadModel cannot be traced with its cache" in skipped["decode.onnx"]
     assert forward_logits(open_session(tmp_path / "model.onnx"), np.zeros((2, 5), dtype=np.int64)).shape == (2, 5, 97)
+
+
+def test_a_class_that_cannot_be_converted_leaves_no_file_but_reasons_in_plain_text(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, state_size=4, vocab_size=97)
+    skipped = save_graphs(AutoModelForCausalLM.from_config(config).eval(), tmp_path, causal=True)
+    assert set(skipped) == {"decode.onnx", "model.onnx"}
+    assert skipped["model.onnx"].startswith("MambaForCausalLM cannot be converted (")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_reason_is_the_first_line_of_what_began_it_without_colours() -> None:
+    step = ConversionError("Failed to convert. \x1b[96mThis is step 3/3\x1b[0m of exporting\n- do this")
+    assert reason(step) == "ConversionError: Failed to convert. This is step 3/3 of exporting"
+    step.__cause__ = KeyError("aten.grouped_mm")
+    assert reason(step) == "KeyError: 'aten.grouped_mm'"
+
+
+def test_a_mixture_of_experts_copies_the_weights_of_those_that_a_token_is_routed_to() -> None:
+    """Of both products of both experts of a token, in fp32."""
+    assert experts_bytes(causal_model("mixtral", num_local_experts=4, **EXPERTS)) == 4 * 2 * 3 * 32 * 64
+    assert experts_bytes(causal_model("llama")) == 0

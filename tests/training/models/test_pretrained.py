@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.planning.plan import plan_run
-from tasks.planning.pretrained import check_tokenizer
+from tasks.planning.pretrained import check_tokenizer, check_weights
 from tests.support.configs import inventory, tiny_config
-from tests.support.ranks import losses, run_ranks
+from tests.support.layouts import LAYOUTS
+from tests.support.ranks import Ranks, losses, run_ranks
 from tests.support.tiny_run import byte_tokenizer
 from tests.support.tiny_shards import VOCAB
 from training.data.loader import Loader
 from training.models.language_model import build_model
+from training.models.pretrained import auto_class_of, check_headers, load_pretrained
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
 
@@ -170,3 +175,134 @@ def test_a_model_without_tokenizer_is_taken_with_a_warning(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING):
         check_tokenizer(pretrained(tmp_path / "model"), tmp_path / "shards" / "tokenizer.json")
     assert "has no tokenizer.json" in caplog.text
+
+
+def untied(folder: Path) -> Path:
+    return save(folder, "llama", num_key_value_heads=2, tie_word_embeddings=False)
+
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    """Write the folder's tensors again, as `change` returns them."""
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+    return folder
+
+
+def each_named(rename: Callable[[str], str]) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda tensors: {rename(name): tensor for name, tensor in tensors.items()}
+
+
+WRAPPED: dict[str, Callable[[str], str]] = {
+    "torch.compile": lambda name: f"_orig_mod.{name}",
+    "DDP": lambda name: f"module.{name}",
+    "both": lambda name: f"module._orig_mod.{name}",
+    "a compiled model of compiled layers": lambda name: name.replace("model.", "model._orig_mod.").replace(
+        "layers.1.", "layers.1._orig_mod."
+    ),
+    "FSDP": lambda name: f"_fsdp_wrapped_module.{name}".replace("layers.1.", "layers.1._checkpoint_wrapped_module."),
+}
+UNFIT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
+    "a layer's MLP": (
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name},
+        r"it lacks model\.layers\.1\.mlp\.down_proj\.weight, .*up_proj\.weight: random numbers",
+    ),
+    "an untied head": (
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"},
+        r"it lacks lm_head\.weight: random numbers would take their place: give the whole model",
+    ),
+    "another shape": (
+        lambda tensors: tensors | {"model.norm.weight": torch.ones(7)},
+        r"model\.norm\.weight is \[7\] instead of \[32\]",
+    ),
+    "a third layer": (
+        lambda tensors: tensors | {"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32)},
+        r"it has model\.layers\.2\.mlp\.up_proj\.weight besides: a part of the model would be dropped",
+    ),
+    "an unknown prefix": (
+        each_named(lambda name: f"net.{name}"),
+        r"it lacks .*model\.layers\.\*\.mlp\.up_proj\.weight \(2\).*; it has .*net\.model\.norm\.weight besides",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_the_names_that_wrappers_give_are_taken_back_and_this_is_said(
+    wrapper: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = untied(tmp_path / "model")
+    whole = load_file(folder / "model.safetensors")
+    changed(folder, each_named(WRAPPED[wrapper]))
+    with caplog.at_level(logging.INFO):
+        check_headers(auto_class_of("causal"), folder)
+        loaded = load_pretrained(auto_class_of("causal"), folder, dtype=torch.float32)
+    assert caplog.text.count("prefixes of DDP, FSDP or torch.compile were taken off") == 2
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_tensors_that_do_not_fit_their_class_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    change, message = UNFIT[case]
+    folder = changed(untied(tmp_path / "model"), change)
+    for check in (check_headers, functools.partial(load_pretrained, dtype=torch.float32)):
+        with pytest.raises(ValueError, match=message) as error:
+            check(auto_class_of("causal"), folder)
+        assert "\x1b" not in str(error.value)
+
+
+def test_an_expert_that_is_missing_is_refused_by_the_name_of_its_group(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "mixtral", num_key_value_heads=2, num_local_experts=4)
+    changed(
+        folder,
+        lambda tensors: {name: tensors[name] for name in tensors if "0.block_sparse_moe.experts.1.w1" not in name},
+    )
+    for check in (check_headers, functools.partial(load_pretrained, dtype=torch.float32)):
+        with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj cannot be made"):
+            check(auto_class_of("causal"), folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "added"),
+    [("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"), ("gpt2", "transformer.h.0.attn.bias")],
+)
+def test_what_may_be_absent_or_is_not_saved_any_more_is_no_error(model_type: str, added: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", model_type, tie_word_embeddings=True)
+    changed(folder, lambda tensors: tensors | {added: torch.ones(4)})
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    check_headers(auto_class_of("causal"), folder)
+    load_pretrained(auto_class_of("causal"), folder, dtype=torch.float32)
+
+
+def test_the_head_node_refuses_such_a_folder_before_the_corpus_is_tokenized(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = changed(untied(tmp_path / "model"), UNFIT["an untied head"][0])
+    with pytest.raises(ValueError, match=r"^model\.path: .*does not fit its class, LlamaForCausalLM: it lacks lm_head"):
+        check_weights(pretrained(folder))
+    with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
+        check_weights(pretrained(tmp_path))
+    folder = changed(untied(tmp_path / "other"), each_named(WRAPPED["DDP"]))
+    with caplog.at_level(logging.INFO):
+        check_weights(pretrained(folder))
+    assert "were taken off" in caplog.text
+
+
+QUICK, LAYOUT = {"single", "pp"}, ("single", "ddp", "fsdp", "zero2", "tp", "pp")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in LAYOUT])
+def test_ranks_take_off_prefixes_and_end_before_the_first_step_without_a_layer(
+    layout: str, make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    ranks, parallel = LAYOUTS.get(layout, (1, {"parallel__strategy": "single"}))
+    folder = changed(untied(tmp_path / "model"), each_named(WRAPPED["both"]))
+    model = {"model__architecture": "path", "model__path": str(folder), "model__init": "pretrained"}
+    config = model | {"model__dropout": 0.0, "train__steps": 2, "train__micro_batch": 1} | parallel
+    plan_path = make_run(f"wrapped {layout}", ranks=ranks, **config)
+    run_ranks(plan_path)
+    changed(folder, each_named(lambda name: name.replace("module._orig_mod.", "")))
+    assert losses(plan_path)[1] == pytest.approx(first_loss(folder, RunPlan.read(plan_path)), rel=1e-5)
+    changed(folder, UNFIT["a layer's MLP"][0])
+    refused = Ranks(make_run(f"unfit {layout}", ranks=ranks, **config))
+    assert any(refused.wait())
+    assert "it lacks model.layers.1.mlp.down_proj.weight" in refused.log()
+    assert not (refused.log_path.parent / "metrics.jsonl").exists()

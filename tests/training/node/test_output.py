@@ -133,3 +133,14 @@ def test_what_never_ends_its_line_costs_neither_memory_nor_time() -> None:
     assert time.monotonic() - began < 10
     assert causes.last_lines[-1] == "end"
     assert all(len(line) <= 2 * LONGEST_LINE for line in causes.last_lines)
+
+
+def test_causes_and_last_lines_are_without_the_colours_of_a_log() -> None:
+    """loguru, rich and torch.onnx colour what they print, also into a pipe when FORCE_COLOR is set."""
+    colour, link, end = "\x1b[1;31m", "\x1b]8;;file:///x.py\x1b\\", "\x1b[0m"
+    raised = (
+        f"{colour}Traceback (most recent call last):{end}\n  File {link}x.py\n{colour}ValueError{end}: no {colour}x"
+    )
+    causes = causes_of(raised)
+    assert causes.exceptions == {None: "ValueError: no x"}
+    assert [*causes.last_lines] == ["Traceback (most recent call last):", "  File x.py", "ValueError: no x"]

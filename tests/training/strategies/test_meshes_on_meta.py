@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flows.presets import load_config
-from training.models.language_model import LanguageModel, auto_class_of, hf_config
+from training.models.language_model import LanguageModel, hf_config
+from training.models.pretrained import auto_class_of
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.plan import make_plan
 from training.records.plan import RunPlan

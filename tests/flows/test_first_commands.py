@@ -1,0 +1,35 @@
+"""Eight first commands in a new home at the same second: each does what it would do alone, and the home is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.user_folder import UserFolder
+
+TINY = ("train.steps=10", "parallel.strategy=single", "export.latency_seconds=0", "evaluation.every_steps=0")
+
+
+def eight_at_once(folder: Path, hardware: Path) -> None:
+    user_folder = UserFolder(folder, hardware=hardware)
+    pretrain = ("pretrain", str(user_folder.config), *TINY)
+    commands = [pretrain, pretrain, *[("reconcile",)] * 5, ("prune", "--dry-run")]
+    processes = [user_folder.start(*command) for command in commands]
+    for command, process in zip(commands, processes, strict=True):
+        out, err = process.communicate(timeout=800)
+        assert process.returncode == 0, f"{command}:\n{out}\n{err}"
+    assert [user_folder.mlflow_run(run).info.status for run in user_folder.run_dirs()] == ["FINISHED"] * 2
+    assert list(user_folder.prefect_states().values()).count("FAILED") == 0
+    assert user_folder.run("reconcile")[0] == "nothing to reconcile\n"
+
+
+@pytest.mark.slow
+def test_eight_first_commands_at_once(tmp_path: Path, measured_hardware: Path) -> None:
+    eight_at_once(tmp_path, measured_hardware)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("turn", range(2, 11))
+def test_and_nine_times_more(turn: int, tmp_path: Path, measured_hardware: Path) -> None:
+    eight_at_once(tmp_path, measured_hardware)

@@ -1,0 +1,117 @@
+"""One process imports for all programs of a run: what its ranks make, and what becomes of the run when it is killed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.launch import programs
+from tasks.launch.local import kept_node
+from tasks.launch.recovery import attempts_of
+from tests.support.backends import Local, nodes_of, ranks_of
+from tests.support.launched_runs import causes, curve
+from tests.support.ranks import losses, run_ranks
+from tests.support.waiting import until
+from training.records.plan import RunPlan
+from training.records.results import EvalReport
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {"train__steps": 4, "checkpoint__every_steps": 2, "evaluation__every_steps": 4, "train__global_batch": 8}
+
+
+@pytest.fixture
+def run_dir(embedded_home: Path, tiny_shards: Path) -> Path:
+    return Local(embedded_home, tiny_shards).make("warm", **SETTINGS, export__latency_seconds=0)
+
+
+@pytest.fixture
+def expected(run_dir: Path) -> dict[int, float]:
+    """The losses of plain ranks, each of which has made its own imports."""
+    alone = run_dir.with_name("alone")
+    alone.mkdir()
+    RunPlan.read(run_dir / "plan.json").write(alone / "plan.json")
+    run_ranks(alone / "plan.json")
+    return losses(alone / "plan.json")
+
+
+def train(run_dir: Path) -> None:
+    programs.train(RunPlan.read(run_dir / "plan.json"), run_dir=run_dir, on_row=lambda row: None)
+
+
+def evaluate(run_dir: Path) -> None:
+    programs.evaluate(RunPlan.read(run_dir / "plan.json"), run_dir=run_dir)
+
+
+def export(run_dir: Path) -> None:
+    programs.export(RunPlan.read(run_dir / "plan.json"), run_dir=run_dir)
+
+
+def fork_server(run_dir: Path) -> psutil.Process:
+    """The process that has imported."""
+    (node,) = nodes_of(run_dir)
+    (server,) = (child for child in node.children() if "training.node.fork_server" in child.cmdline())
+    return server
+
+
+@contextmanager
+def killed_once_it_has_ranks(run_dir: Path) -> Iterator[None]:
+    def kill() -> None:
+        until(lambda: ranks_of(run_dir), "ranks")
+        fork_server(run_dir).kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    yield
+    killer.join()
+
+
+def test_later_programs_are_forked_from_the_first_ones_imports(run_dir: Path, expected: dict[int, float]) -> None:
+    with kept_node(run_dir):
+        train(run_dir)
+        server = fork_server(run_dir)
+        evaluate(run_dir)
+        export(run_dir)
+        assert fork_server(run_dir) == server
+    assert not server.is_running()
+    assert not nodes_of(run_dir)
+    assert [len(attempt["stood_by"]) for attempt in attempts_of(run_dir)] == [0, 1, 1]
+    assert curve(run_dir) == expected
+    logs = {path.name: path.read_text() for path in (run_dir / "logs").glob("*.log")}
+    assert set(logs) == {"train.log", "evaluate.log", "export.log"}
+    assert "exported step 4" in logs["export.log"]
+    assert "exported step 4" not in logs["train.log"] + logs["evaluate.log"]
+
+
+@pytest.mark.parametrize("program", [train, evaluate, export], ids=lambda program: program.__name__)
+def test_the_run_goes_on_when_the_process_of_the_imports_is_killed(
+    program: Callable[[Path], None], run_dir: Path, expected: dict[int, float]
+) -> None:
+    with kept_node(run_dir):
+        for each in (train, evaluate, export):
+            if each is program:
+                with killed_once_it_has_ranks(run_dir):
+                    each(run_dir)
+            else:
+                each(run_dir)
+    assert sorted(causes(run_dir)) == ["done"] * 3 + ["killed"]
+    assert curve(run_dir) == expected
+    assert EvalReport.read(run_dir / "eval.json").step == 4
+    assert not nodes_of(run_dir)
+
+
+def test_a_killed_process_that_waits_costs_imports_and_is_said(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with kept_node(run_dir):
+        train(run_dir)
+        (node,) = nodes_of(run_dir)
+        fork_server(run_dir).kill()
+        psutil.wait_procs([node], timeout=10)
+        evaluate(run_dir)
+    assert causes(run_dir) == ["done", "done"]
+    assert "training.evaluate starts in a new process: the one that waited for it has ended" in caplog.text

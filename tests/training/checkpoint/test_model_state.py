@@ -1,0 +1,272 @@
+"""What is saved, resumed, evaluated and exported is the model's whole state: parameters and persistent buffers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.layouts import LAYOUTS
+from tests.support.ranks import Ranks, losses, run_ranks
+from tests.support.tiny_shards import VOCAB
+from training.checkpoint.load import weights_for
+from training.checkpoint.safetensors_files import TensorFiles
+from training.export import export_run
+from training.inference.model_shard import load_whole
+from training.models.language_model import build_model
+from training.records.checkpoint import CheckpointManifest, WrittenFile, checkpoint_folder
+from training.records.model_state import listed, saved_shapes
+from training.records.plan import RunPlan
+from training.records.record import sha256_file
+from training.records.results import EvalReport
+from training.shards.stream import TokenStream
+from training.tracking.rows import read_rows
+
+STEPS = 4
+SLOW = ("fsdp", "zero2", "sp", "pp interleaved", "tp x pp", "unlike", "fsdp x pp", "zero1 x pp", "local-sgd")
+RESUMED = ("ddp", "fsdp", "zero2", "zero3", "tp", "pp")
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4": (
+        "gemma4_text",
+        {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1},
+            **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 8},
+            **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4},
+        },
+    ),
+    "llama with buffers": ("llama", {}),  # of tests/programs/buffered_llama.py
+}
+# What a class makes its buffers is not what a trained model has.
+BUFFERS: dict[str, Callable[[int], torch.Tensor]] = {
+    "layer_scalar": lambda layer: torch.tensor([0.4 + 0.1 * layer]),
+    "e_score_correction_bias": lambda layer: torch.tensor([0.9, -0.9, 0.5, -0.5]) * layer,
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a family's model with random weights; made once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(family: str) -> Path:
+        if not (root / family).exists():
+            kind, changes = FAMILIES[family]
+            torch.manual_seed(3)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes))
+            model.save_pretrained(root / family)
+            path = root / family / "model.safetensors"
+            tensors = load_file(path)
+            if family == "llama with buffers":
+                tensors |= {f"model.layers.{n}.layer_scalar": torch.empty(1) for n in range(4)}
+                tensors["model.outside"] = torch.tensor([1.0, 2.0, 3.0])
+            for name in tensors:
+                if (end := name.rpartition(".")[2]) in BUFFERS:
+                    tensors[name] = BUFFERS[end](int(name.split(".")[2]))
+            save_file(tensors, path, metadata={"format": "pt"})
+        return root / family
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(make_run: Callable[..., Path], folder_of: Callable[[str], Path]) -> Callable[..., Path]:
+    """Return the plan of a run that has trained a family under a layout; made once."""
+    made: dict[str, Path] = {}
+
+    def run(family: str, layout: str = "single") -> Path:
+        name = f"{family} {layout}"
+        if name not in made:
+            ranks, parallel = LAYOUTS.get(layout, (1, {"parallel__strategy": "single"}))
+            made[name] = make_run(
+                name,
+                ranks=ranks,
+                **{"model__architecture": "path", "model__path": str(folder_of(family)), "model__init": "pretrained"},
+                **{"model__dropout": 0.0, "train__steps": STEPS, "train__micro_batch": 1, "checkpoint__every_steps": 2},
+                **{"evaluation__every_steps": STEPS, "evaluation__quick_sequences": 1000, "export__onnx_up_to_gib": 0},
+                **parallel,
+            )
+            run_ranks(made[name], program=program_of(family))
+        return made[name]
+
+    return run
+
+
+def program_of(family: str) -> str:
+    return "tests.programs.buffered_llama" if family == "llama with buffers" else "training.train"
+
+
+def held_out_loss(plan_path: Path, folder: Path) -> float:
+    """The mean loss of the model that a server loads from a folder, by transformers' own logits."""
+    plan, model = RunPlan.read(plan_path), load_whole(folder, dtype=torch.float32)
+    stream, context, total = TokenStream(Path(plan.shards_dir), "validation"), plan.config.train.context, 0.0
+    for start in range(0, len(stream) - 1, context):
+        tokens = torch.from_numpy(stream.read(start, min(start + context + 1, len(stream))).astype(np.int64))
+        with torch.no_grad():
+            logits = model(tokens[None, :-1]).logits[0]
+        total += torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
+    return total / (len(stream) - 1)
+
+
+def trained_loss(plan_path: Path) -> float:
+    """The held-out loss that training measured after its last step."""
+    return [row["val_loss"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "val_loss" in row][-1]
+
+
+def checkpoint(plan_path: Path, step: int = STEPS) -> Path:
+    return checkpoint_folder(plan_path.parent, step)
+
+
+def assert_has_the_buffers_of(source: Path, saved: Path) -> None:
+    """Those that training began with, and no other names than the source has, whose experts lie one by one."""
+    began, kept = TensorFiles(source, "model"), TensorFiles(saved, "model")
+    assert len(buffers_in(began)) >= 3
+    assert all(torch.equal(began[name], kept[name]) for name in buffers_in(began))
+    assert {name for name in began if ".experts." not in name} == {name for name in kept if ".experts." not in name}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("gemma4", "single"),
+        ("deepseek-v3", "single"),
+        ("deepseek-v3", "ddp"),
+        ("gemma4", "fsdp"),
+        *(
+            pytest.param(family, layout, marks=pytest.mark.slow)
+            for family in ("gemma4", "deepseek-v3")
+            for layout in ("zero2", "zero3")
+        ),
+    ],
+)
+def test_the_checkpoint_and_the_served_export_have_the_loss_of_the_trained_model(
+    family: str, layout: str, trained: Callable[..., Path], folder_of: Callable[[str], Path]
+) -> None:
+    plan_path = trained(family, layout)
+    loss = trained_loss(plan_path)
+    assert_has_the_buffers_of(folder_of(family), checkpoint(plan_path))
+    assert held_out_loss(plan_path, checkpoint(plan_path)) == pytest.approx(loss, rel=1e-5)
+    exported = export_run(plan_path.parent)
+    assert exported.tensors == saved_shapes(plan_path.parent / "export") == saved_shapes(checkpoint(plan_path))
+    assert held_out_loss(plan_path, plan_path.parent / "export") == pytest.approx(loss, rel=1e-5)
+    assert losses(plan_path)[1] == pytest.approx(losses(trained(family))[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_buffers_are_cut_and_saved_with_their_pipeline_stage(
+    layout: str, trained: Callable[..., Path], folder_of: Callable[[str], Path]
+) -> None:
+    family = "llama with buffers"
+    plan_path, alone = trained(family, layout), trained(family)
+    assert_has_the_buffers_of(folder_of(family), checkpoint(plan_path))
+    assert trained_loss(plan_path) == pytest.approx(trained_loss(alone), rel=1e-5)
+    for each in (plan_path, alone):  # these ranks loaded the checkpoint again
+        assert EvalReport.read(each.parent / "eval.json").loss == pytest.approx(trained_loss(each), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in RESUMED)])
+def test_a_run_that_is_resumed_goes_on_with_the_buffers_of_its_checkpoint(
+    layout: str, trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The folder that the run began with is away: nothing but the checkpoint has them."""
+    family = "llama with buffers" if layout in {"tp", "pp"} else "deepseek-v3"
+    plan_path = copy_of(trained(family, layout), tmp_path)
+    expected = losses(plan_path), TensorFiles(checkpoint(plan_path), "model")
+    began = Path(RunPlan.read(plan_path).config.model.path)
+    shutil.copytree(began, tmp_path / "began")
+    for tensors in rewritten(tmp_path / "began"):
+        tensors |= {name: torch.zeros_like(tensors[name]) for name in buffers_in(tensors)}
+    plan_path.write_text(plan_path.read_text().replace(str(began), str(tmp_path / "began")))
+    shutil.rmtree(checkpoint(plan_path))
+    run_ranks(plan_path, program=program_of(family))
+    resumed = TensorFiles(checkpoint(plan_path), "model")
+    assert losses(plan_path) == expected[0]
+    assert all(torch.equal(tensor, expected[1][name]) for name, tensor in resumed.items())
+
+
+def test_an_older_checkpoint_without_buffers_is_resumed_with_a_warning_but_not_exported(
+    trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    plan_path = copy_of(trained("gemma4"), tmp_path)
+    expected = losses(plan_path), trained_loss(plan_path)
+    for step in (2, STEPS):
+        lose(checkpoint(plan_path, step), "layer_scalar")
+    with pytest.raises(
+        ValueError, match=r"lacks model\.layers\.0\.layer_scalar, .*older version.*shardline resume RUN"
+    ):
+        export_run(plan_path.parent)
+    evaluated = Ranks(plan_path, program="training.evaluate")
+    assert any(evaluated.wait())
+    assert "lacks model.layers.0.layer_scalar" in evaluated.log()
+    shutil.rmtree(checkpoint(plan_path))
+    resumed = Ranks(plan_path)
+    resumed.finish()
+    assert resumed.log().count("is of an older version, which saved no buffers: model.layers.0.layer_scalar") == 1
+    assert (losses(plan_path), trained_loss(plan_path)) == expected
+    export_run(plan_path.parent)
+    assert held_out_loss(plan_path, plan_path.parent / "export") == pytest.approx(expected[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("end", ["layers.1.layer_scalar", "layers.2.mlp.up_proj.weight"])
+def test_a_checkpoint_that_lacks_one_tensor_is_refused_by_name(
+    end: str, trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    plan_path = copy_of(trained("gemma4"), tmp_path)
+    lose(checkpoint(plan_path), end)
+    model = build_model(RunPlan.read(plan_path))
+    with pytest.raises(ValueError, match=rf"it lacks model\.{end}: resume with the model section"):
+        weights_for(model, checkpoint(plan_path), initial=TensorFiles(checkpoint(plan_path, 2), "model"))
+
+
+def test_many_alike_names_are_one_pattern() -> None:
+    mlp = [f"model.layers.{layer}.mlp.{name}_proj.weight" for layer in range(32) for name in ("up", "down")]
+    assert listed(["lm_head.weight", *mlp]) == (
+        "lm_head.weight, model.layers.*.mlp.down_proj.weight (32), model.layers.*.mlp.up_proj.weight (32)"
+    )
+    assert listed(mlp[:2]) == "model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.up_proj.weight"
+
+
+def copy_of(plan_path: Path, folder: Path) -> Path:
+    """A run that a test may change."""
+    return Path(shutil.copytree(plan_path.parent, folder / "run")) / plan_path.name
+
+
+def buffers_in(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.rpartition(".")[2] in {*BUFFERS, "outside"}]
+
+
+def rewritten(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of each of a folder's files, to be changed; then write them."""
+    for path in folder.glob("model*.safetensors"):
+        tensors = load_file(path)
+        yield tensors
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def lose(folder: Path, end: str) -> None:
+    """Write a checkpoint of one rank again, whole by its manifest, without the tensors whose names end so."""
+    for tensors in rewritten(folder):
+        for name in [name for name in tensors if name.endswith(end)]:
+            del tensors[name]
+    manifest, path = CheckpointManifest.read(folder / "manifest.json"), folder / "model.safetensors"
+    files = {path.name: WrittenFile(size_bytes=path.stat().st_size, sha256=sha256_file(path))}
+    manifest.model_copy(update={"files": manifest.files | files}).write(folder / "manifest.json")

@@ -1,0 +1,92 @@
+"""Finds credentials in URLs: the config refuses them, because it is stored with its run and shown; errors hide them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+logger = logging.getLogger(__name__)
+
+RECORD = {"record": True}  # pydantic's context for what an earlier version wrote: credentials are left out, not refused
+
+
+def _any_case(words: str) -> str:
+    """Return a pattern for words of any case; JSON Schema has no flag for that."""
+    return re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", words)
+
+
+# A password may hold an unquoted `/`, as keys of AWS do: only digits before it are a port. `@sha256:` begins a digest.
+_NAME = r"""[^\s/?#@:"'<>,\[\]{}]"""
+_PASSWORD = rf"""://{_NAME}*:(?!\d*(?:[/?#\s"'<>,;)\]}}]|$))[^\s@]*@(?!sha256:)(?:[^\s/?#"']*@)?"""
+_USER = rf"(?:{_any_case('https')}?|{_any_case('s3a')}?)://{_NAME}+@"  # a token; elsewhere a user or a container
+_NAMES = _any_case("signature|authorization|token|secret|passw|credential|key|hmac|jwt")
+_SIGNED = rf"""://[^\s"'<>]*[?&#;](?:{_any_case("sig|pwd|auth")}|[^=&#\s]*(?:{_NAMES})[^=&#\s]*)="""
+_LOGIN, _QUERY = re.compile(f"{_PASSWORD}|{_USER}"), re.compile(_SIGNED)
+_ANY_QUERY = re.compile(r"""(://[^\s"'<>?&#;]*)[?&#;][^\s"'<>]*""")
+
+WHERE = "which would be stored with the run and shown"
+# What JSON Schema says of a text: Prefect checks a form by it before anything is stored.
+WITHOUT_CREDENTIALS = {
+    "not": {"description": f"a URL with credentials, {WHERE}", "pattern": f"{_PASSWORD}|{_USER}|{_SIGNED}"}
+}
+
+
+def problem_of(text: str) -> str:
+    """Return what is wrong with a text that holds a URL with credentials, and the cure; empty if it holds none."""
+    if _LOGIN.search(text):
+        return (
+            f"contains credentials, {WHERE}: give them to the store's library instead, by its environment variables "
+            "or its profile"
+        )
+    if _QUERY.search(text):
+        return (
+            f"contains credentials in its query, as signed URLs do, {WHERE}: give the URL without its query, if the "
+            "store's library finds credentials by itself (s3:// gs:// az://), or download the file and give its path"
+        )
+    return ""
+
+
+def without_url_credentials(text: str) -> str:
+    """Return a text, for example of an error, with *** for user:password and for the queries of signed URLs."""
+    text = _LOGIN.sub(lambda found: f"{found[0].partition('://')[0]}://***@", text)
+    return _ANY_QUERY.sub(lambda found: f"{found[1]}?***" if _QUERY.search(found[0]) else found[0], text)
+
+
+def public(value: Any, *, in_record: bool) -> Any:
+    """Return a field's value, whose texts hold no URL with credentials.
+
+    Raises PydanticCustomError for one that does; from a record of an earlier version they are removed, with a warning.
+    """
+    if isinstance(value, tuple):
+        return tuple(public(each, in_record=in_record) for each in value)
+    if isinstance(value, dict):
+        return {key: public(each, in_record=in_record) for key, each in value.items()}
+    if not isinstance(value, str) or not (problem := problem_of(value)):
+        return value
+    if not in_record:
+        raise PydanticCustomError("credentials", problem)
+    kept = without_url_credentials(value).replace("***@", "").replace("?***", "")
+    _warn(kept)
+    return kept
+
+
+def _refuse(text: str) -> str:
+    return str(public(text, in_record=False))
+
+
+# A parameter of a flow that may hold a URL. Fields of the config are checked by their section.
+PublicText = Annotated[str, AfterValidator(_refuse), Field(json_schema_extra=WITHOUT_CREDENTIALS)]
+
+
+@functools.cache
+def _warn(url: str) -> None:
+    logger.warning(
+        "an earlier version stored credentials of %s with a run: they are left out now; give the store's library new "
+        "ones, because the old ones may have been read",
+        url,
+    )
