@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     """Return the config.json of model.path, a local folder or a model on the hub; None if the config needs none."""
-    if model.architecture != "path" and model.init != "pretrained":
+    if not model.path:
         return None
     folder = local_copy(model.path, field="model.path")
     path = _file(folder, "config.json", field="model.path")

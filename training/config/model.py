@@ -13,12 +13,14 @@ class ModelConfig(Section):
     """The shape of the model, and where its initial weights come from."""
 
     architecture: Literal["llama", "gpt2", "bert", "path"] = Field(
-        "llama", description="Architecture of the model. path: any Hugging Face model whose config.json is at `path`."
+        "llama",
+        description="Architecture of the model. path: any Hugging Face model of the next word whose config.json is at "
+        "`path`. bert: a model of masked words; with `path`, any Hugging Face class of them, such as RoBERTa.",
     )
     path: str = Field(
         "",
-        description="Folder, URL (s3:// …) or Hugging Face hub name of a model. It is used with architecture=path or "
-        "init=pretrained.",
+        description="Folder, URL (s3:// …) or Hugging Face hub name of a model. It is used with architecture=path, "
+        "architecture=bert or init=pretrained.",
     )
     init: Literal["random", "pretrained"] = Field(
         "random",
@@ -51,10 +53,11 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def check(self) -> ModelConfig:
-        kv_heads, from_path = self.kv_heads or self.heads, self.architecture == "path" or self.init == "pretrained"
-        if from_path and not self.path:
+        kv_heads, from_path = self.kv_heads or self.heads, bool(self.path)
+        needs_path = self.architecture == "path" or self.init == "pretrained"
+        if needs_path and not self.path:
             raise ValueError("model.path is empty: set it to a Hugging Face model's folder or hub name")
-        if self.path and not from_path:
+        if self.path and not needs_path and self.architecture != "bert":
             raise ValueError(
                 f"model.path = {self.path!r} would not be used: set model.init=pretrained for its weights, "
                 "or model.architecture=path for its shape"

@@ -26,7 +26,7 @@ from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import Softmax, linear_cross_entropy, linear_scores, softmax_
 from training.models.pretrained import auto_class_of, load_pretrained
 from training.models.state import state_of
-from training.planner.model_shape import dropout_fields
+from training.planner.model_shape import COUNT_FROM_PAD, dropout_fields
 from training.records.plan import RunPlan
 from training.runtime.mesh import copy_to_group, gather_sequence
 from training.runtime.tensor_cut import Cut
@@ -362,9 +362,12 @@ def hf_config(plan: RunPlan) -> Any:
     path = plan.local(model.path)
     if model.init == "pretrained":
         return with_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False), model.dropout)
-    if model.architecture == "path":
+    if model.path:
         ends = {"bos_token_id": plan.end_id, "eos_token_id": plan.end_id, "pad_token_id": plan.end_id}
-        settings = AutoConfig.from_pretrained(path, vocab_size=plan.vocab_size, trust_remote_code=False, **ends)
+        settings = AutoConfig.from_pretrained(path, vocab_size=plan.vocab_size, trust_remote_code=False)
+        if settings.model_type in COUNT_FROM_PAD:
+            settings.max_position_embeddings += plan.end_id - settings.pad_token_id
+        settings.update(ends)
         return with_dropout(settings, model.dropout)
     common = {
         "vocab_size": plan.vocab_size,

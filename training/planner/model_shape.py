@@ -20,11 +20,14 @@ ASSUMED_VOCAB = {
 DROPOUT = re.compile(r"^(?!classifier|summary|seq_classif|qa|pooler|token).*(dropout|pdrop|dropout_prob|dropout_p)$")
 MASKED_TYPES = {"bert", "roberta", "distilbert", "electra", "albert", "deberta-v2", "modernbert", "camembert"}
 
+COUNT_FROM_PAD = {"roberta", "camembert"}  # of these: they count positions from the pad token's ID + 1 on
+COUNT_FROM_PAD_ID = 1  # the pad token's ID of these classes, where config.json names none
+
 
 def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
     """Return the shape with its parameter count, from Shardline's config or from a Hugging Face config.json."""
     model = config.model
-    if model.architecture == "path" or model.init == "pretrained":
+    if model.path:
         if hf_config is None:
             raise ValueError(
                 f"model.path = {model.path!r}: it has no config.json that can be read; check the path or name"
@@ -68,6 +71,30 @@ def _check_dropout(model: ModelConfig, hf: Mapping[str, Any]) -> None:
         )
 
 
+def check_positions(config: RunConfig, hf: Mapping[str, Any], *, end_id: int) -> list[str]:
+    """Return sentences on the table of positions of a class that counts them from its pad token's ID + 1 on.
+
+    `end_id`: the end token, which is the pad token of a model with random weights. Raises ValueError if the context
+    exceeds the positions that are left.
+    """
+    if hf.get("model_type") not in COUNT_FROM_PAD:
+        return []
+    pad_id, rows = int(hf.get("pad_token_id") or COUNT_FROM_PAD_ID), int(hf.get("max_position_embeddings") or 0)
+    positions = rows - pad_id - 1
+    if config.train.context > positions:
+        raise ValueError(
+            f"train.context = {config.train.context} exceeds the {positions} positions of model.path: it is a "
+            f"{hf['model_type']}, which counts them from its pad token's ID + 1 = {pad_id + 1} on, of "
+            f"max_position_embeddings = {rows}: lower train.context"
+        )
+    if config.model.init == "pretrained" or end_id == pad_id:
+        return []
+    return [
+        f"positions: a {hf['model_type']} counts them from its pad token's ID + 1 on, here {end_id + 1}, so its table "
+        f"gets {rows + end_id - pad_id:,} rows for the {positions:,} positions of config.json"
+    ]
+
+
 def dropout_fields(hf: Mapping[str, Any]) -> list[str]:
     """Return the fields of a transformers config that set a language model's dropout, without those of other heads."""
     return [
@@ -83,25 +110,33 @@ def default_mlp_width(model: ModelConfig) -> int:
 
 
 def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int, context: int) -> ModelShape:
+    kind = hf.get("model_type", "unknown")
+
     def first(*names: str) -> int:
         found = next((hf[name] for name in names if hf.get(name)), None)
         if found is None:
-            raise ValueError(f"config.json of model.path has none of {', '.join(names)}: not a transformer we can plan")
-        return int(found)
+            inside = " beside text_config, as classes have that read images or sound" if "text_config" in hf else ""
+            raise ValueError(
+                f"model.path holds a {kind}, whose config.json has none of {', '.join(names)}{inside}: such a model "
+                "cannot be planned; choose a class of text alone"
+            )
+        return int(max(found) if isinstance(found, list) else found)  # of each layer: the widest
 
-    width, heads = first("hidden_size", "n_embd", "d_model"), first("num_attention_heads", "n_head", "num_heads")
+    width = first("hidden_size", "n_embd", "d_model", "dim")
+    heads = first("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
     positions = int(hf.get("max_position_embeddings") or hf.get("n_positions") or context)
     if context > positions:
         raise ValueError(
             f"train.context = {context} exceeds the {positions} positions of model.path: lower train.context"
         )
+    mlp_fields = ("intermediate_size", "n_inner", "d_ff", "hidden_dim", "decoder_ffn_dim")
     return ModelShape(
-        architecture=str(hf.get("model_type", "unknown")),
-        layers=first("num_hidden_layers", "n_layer", "num_layers"),
+        architecture=str(kind),
+        layers=first("decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers"),
         width=width,
         heads=heads,
-        kv_heads=int(hf.get("num_key_value_heads") or heads),
-        mlp_width=int(hf.get("intermediate_size") or hf.get("n_inner") or hf.get("d_ff") or 4 * width),
+        kv_heads=first("num_key_value_heads") if hf.get("num_key_value_heads") else heads,
+        mlp_width=first(*mlp_fields) if any(hf.get(field) for field in mlp_fields) else 4 * width,
         vocab_size=vocab_size,
         context=positions,
         tied=bool(hf.get("tie_word_embeddings", hf.get("model_type") in {"gpt2", "bert"})),

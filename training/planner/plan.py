@@ -19,7 +19,7 @@ from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
 from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.mixture import describe_sources, one_pass, plan_sources, warn_of_repeats
-from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
+from training.planner.model_shape import ASSUMED_VOCAB, check_positions, model_shape, vocab_size
 from training.planner.precision import ChosenPrecision, own_precisions, resolved_precision
 from training.planner.pricing import predict, price_memory_copies, seconds_of
 from training.planner.replicas import BatchSplit, choose_replicas
@@ -52,14 +52,15 @@ def make_plan(
 
     `shards` gives the exact vocabulary; without them (a dry run) the config's is used. `epoch` (packing.one_epoch)
     is one of each source, with which max_epochs and shares are counted; without it both are left out. `hf_config` is
-    the content of config.json for `model.architecture=path` or pretrained weights. `measurements`: of earlier runs;
-    those on this machine correct the prices (corrections.py). `steps_in_time`: the steps for which the run's first plan
-    found time in train.target_minutes; 0: by this plan's prediction.
+    the content of model.path's config.json. `measurements`: of earlier runs; those on this machine correct the prices
+    (corrections.py). `steps_in_time`: the steps for which the run's first plan found time in train.target_minutes; 0:
+    by this plan's prediction.
     Raises ValueError, with the numbers and the cure, for a config that cannot work.
     """
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
     _check_shards(config, shards)
     _check_packing(config, shape)
+    why_positions = check_positions(config, hf_config or {}, end_id=shards.end_id if shards else 0)
     if config.train.compile is True and (hf_config or {}).get("output_router_logits"):
         raise ValueError(
             "config.json of model.path has output_router_logits=true, and the balance loss cannot be collected from "
@@ -74,7 +75,7 @@ def make_plan(
     compiled = chosen.config.train.compile is True
     text, why_text = _text(config, epoch, steps=run.steps, sequences=run.sequences)
     assumed = _assumptions(config, shards, inventory, steps=run.steps, compiled=compiled)
-    reasons = [f"{run.steps} steps: {run.why}", *assumed, *_other_losses(hf_config or {}), *why_text]
+    reasons = [f"{run.steps} steps: {run.why}", *assumed, *why_positions, *_other_losses(hf_config or {}), *why_text]
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, num_steps=run.steps)
     _check_disk(config, predicted.checkpoint_gib, run.steps, hosts[0])

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
 from tests.support.tiny_shards import VOCAB
 from tests.training.strategies.test_strategies import COMMON, assert_equal_training
+from training.models.language_model import build_model
+from training.records.plan import RunPlan
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 STEPS = 20  # so many until it has learned something
@@ -57,6 +61,61 @@ def test_a_generic_class_trains_under_the_data_parallel_strategies(
 def test_a_generic_class_learns(packing: str, alone: Callable[[str], Path]) -> None:
     logged = losses(alone(packing))
     assert logged[STEPS] < logged[1] - 0.2
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "roberta": SIZES,
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
+    "bart": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64},
+    "gemma3n_text": SIZES
+    | {"intermediate_size": [64, 64], "head_dim": 8, "num_key_value_heads": 2}
+    | {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0, "laurel_rank": 4}
+    | {
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "model_type", ["roberta", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS if name != "roberta")]
+)
+def test_random_weights_of_classes_with_other_field_names_train(
+    model_type: str, tmp_path: Path, make_run: Callable[..., Path]
+) -> None:
+    config = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0, **OTHERS[model_type]}
+    AutoConfig.for_model(model_type, **config).save_pretrained(tmp_path)
+    kind = "bert" if "bert" in model_type else "path"
+    single = {"model__architecture": kind, "model__path": str(tmp_path), "parallel__strategy": "single"}
+    plan_path = make_run(model_type, **CONFIG | single)
+    run_ranks(plan_path)
+    logged = losses(plan_path)
+    assert logged[STEPS] < logged[1] - 0.05
+    assert RunPlan.read(plan_path).shape.layers == 2
+
+
+@pytest.mark.parametrize(("rows", "end_id"), [(18, 0), (18, 60)])
+def test_positions_that_are_counted_from_the_pad_token_on_suffice(
+    rows: int, end_id: int, tmp_path: Path, make_run: Callable[..., Path]
+) -> None:
+    AutoConfig.for_model("roberta", **SIZES, vocab_size=VOCAB, max_position_embeddings=rows).save_pretrained(tmp_path)
+    settings = {"model__architecture": "bert", "model__path": str(tmp_path), "train__context": 16}
+    plan = RunPlan.read(make_run(f"positions {end_id}", **settings)).model_copy(update={"end_id": end_id})
+    assert any("its table gets 17 rows for the 16 positions" in reason for reason in plan.reasons)
+    model = build_model(plan)
+    inputs = torch.full((1, 16), 7)
+    assert model(inputs, inputs).isfinite()
+    with pytest.raises(ValueError, match=r"train.context = 17 exceeds the 16 positions .*: it is a roberta"):
+        make_run("too long", **settings | {"train__context": 17})
+
+
+def test_a_class_that_reads_images_is_refused_by_name(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3n", "text_config": {"hidden_size": 32}}')
+    with pytest.raises(
+        ValueError, match=r"a gemma3n, whose config.json has none of hidden_size, .* beside text_config"
+    ):
+        make_run("images", model__dropout=0.0, model__architecture="path", model__path=str(tmp_path))
 
 
 def test_document_masks_are_refused_since_its_attention_is_its_own(neox: str, make_run: Callable[..., Path]) -> None:
