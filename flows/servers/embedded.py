@@ -150,6 +150,8 @@ class _Gone(BaseHTTPRequestHandler):
     of its logs and events, in threads of their own, could not be told otherwise.
     """
 
+    protocol_version = "HTTP/1.1"  # which websockets need
+
     def parse_request(self) -> bool:
         if super().parse_request():
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
