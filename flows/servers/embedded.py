@@ -215,6 +215,6 @@ def _wait(server: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
         tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-10:])
         raise RuntimeError(
             f"the embedded Prefect server did not start (exit code {server.poll()}):\n{tail}\nIf its database "
-            f"is at fault, move {log_path.parent}/prefect.db* away: no run needs the pages of earlier runs in it"
+            f"is at fault, move {log_path.parent} away: it has Prefect's pages of earlier runs, which no run needs"
         )
     threading.Thread(target=_watch, args=(server, port), name="embedded-prefect", daemon=True).start()
