@@ -74,16 +74,15 @@ def sources() -> list[Source]:
 
 
 @contextlib.contextmanager
-def engines(kind: str, data: DataConfig) -> Iterator[Engine]:
+def engines(kind: str) -> Iterator[Engine]:
     if kind == "pool":
         yield LocalProcesses(WORKERS)
         return
-    from flows.stages.engine import engine_of
+    from flows.stages.engine import PrefectEngine
     from training.config.data import EngineConfig
 
-    engine = EngineConfig(kind="dask" if kind == "dask" else "local")
-    with engine_of(data.model_copy(update={"engine": engine, "processes": WORKERS})) as made:
-        yield made
+    with contextlib.ExitStack() as stack:
+        yield PrefectEngine(EngineConfig(kind="dask" if kind == "dask" else "local"), WORKERS, stack)
 
 
 def measure(kind: str, number: int, folder: Path) -> dict[str, float]:
@@ -94,7 +93,7 @@ def measure(kind: str, number: int, folder: Path) -> dict[str, float]:
     tokenizer = SavedTokenizer(folder / "tokenizer.json", "bpe, 32000 tokens", "0" * 64, 32000, 31999, None, "tiktoken")
     work = TokenizeWork(data, SplitRule("documents", 0.1, 0, "documents"), folder, tokenizer)
     listed, made = sources(), {}
-    with engines(kind, data) as engine:
+    with engines(kind) as engine:
         list(engine.run([Task("warm up", here.leave_out, work, (chunk,)) for chunk in cut_chunks(listed[:8], data)]))
         started = time.process_time()
         chunks = cut_chunks(listed, data)

@@ -95,8 +95,10 @@ class StoppableFlow(Flow[P, R]):
         except CancelledRun as stop:
             raise RunStopped(str(stop)) from None
         except Exception as error:
+            if outcomes and outcomes[-1].exception() is error:
+                raise
             if not is_gone(within_s=NOTICED_WITHIN_S):
-                if not outcomes or outcomes[-1].exception() is error:
+                if not outcomes:
                     raise
                 said = "could not report to Prefect how the flow ended (%s): the next run or `shardline reconcile` will"
                 logger.warning(said, error)

@@ -150,6 +150,8 @@ class _Gone(BaseHTTPRequestHandler):
     of its logs and events, in threads of their own, could not be told otherwise.
     """
 
+    protocol_version = "HTTP/1.1"  # which websockets need
+
     def parse_request(self) -> bool:
         if super().parse_request():
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -213,6 +215,6 @@ def _wait(server: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
         tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-10:])
         raise RuntimeError(
             f"the embedded Prefect server did not start (exit code {server.poll()}):\n{tail}\nIf its database "
-            f"is at fault, move {log_path.parent}/prefect.db* away: no run needs the pages of earlier runs in it"
+            f"is at fault, move {log_path.parent} away: it has Prefect's pages of earlier runs, which no run needs"
         )
     threading.Thread(target=_watch, args=(server, port), name="embedded-prefect", daemon=True).start()

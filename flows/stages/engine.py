@@ -1,6 +1,7 @@
 """Tokenization by Prefect's task runners: processes and threads of this machine, Dask and Ray clusters (data.engine).
 
-Each task is a Prefect task, so Prefect's page shows where it runs. A small number of tasks runs without a runner.
+Each task is a Prefect task, so Prefect's page shows where it runs. A small number of tasks runs without a runner, and
+processes of this machine do where Prefect is embedded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from prefect.futures import PrefectFuture, as_completed
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 import tasks
-from tasks.data.engine import Task, check_of_worker, killed, start_worker
+from flows.servers.embedded import is_embedded
+from tasks.data.engine import Engine, LocalProcesses, Task, check_of_worker, killed, start_worker
 from tasks.hardware.machine import usable_cores
 from training.config.data import DataConfig, EngineConfig
 
@@ -38,10 +40,16 @@ def do_task(title: str, run: Callable[[], list[tuple[int, Any]]]) -> list[tuple[
 
 
 @contextmanager
-def engine_of(data: DataConfig) -> Iterator[PrefectEngine]:
-    """Yield the engine of `data.engine`. Its runner starts with the first work that needs it; ends with the block."""
+def engine_of(data: DataConfig) -> Iterator[Engine]:
+    """Yield the engine of `data.engine`. Its runner starts with the first work that needs it; ends with the block.
+
+    Prefect's processes wait for its server forever once that is gone, so with the embedded one, which has no page to
+    show tasks on, processes of this machine are used without Prefect.
+    """
+    processes = data.processes or usable_cores()
     with ExitStack() as stack:
-        yield PrefectEngine(data.engine, data.processes or usable_cores(), stack)
+        plain = data.engine.kind == "local" and is_embedded()
+        yield LocalProcesses(processes) if plain else PrefectEngine(data.engine, processes, stack)
 
 
 class PrefectEngine:

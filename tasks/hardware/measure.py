@@ -151,8 +151,8 @@ def read_cache(home: Path) -> HardwareCache:
         return HardwareCache()
     try:
         return HardwareCache.read(path)
-    except DamagedRecord as error:
-        log.warning("hardware: measuring again: %s", error.problem)
+    except DamagedRecord:
+        log.warning("hardware: %s is damaged, or was written by another version: measuring again", path)
         return HardwareCache()
 
 

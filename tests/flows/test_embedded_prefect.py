@@ -62,9 +62,9 @@ def test_a_run_is_done_without_it_and_the_next_command_reports_it(user_folder: U
     assert user_folder.mlflow_run(run_dir).info.status == "FINISHED"
     owner = owner_record(run_dir)
     assert owner is not None
-    assert user_folder.prefect_states()[owner.flow_run.replace("-", "")] == "RUNNING"
+    assert user_folder.prefect_states()[owner.flow_run] == "RUNNING"
     assert outcome["run_id"] in user_folder.run("reconcile")[0]
-    assert user_folder.prefect_states()[owner.flow_run.replace("-", "")] == "COMPLETED"
+    assert user_folder.prefect_states()[owner.flow_run] == "COMPLETED"
 
 
 def test_the_cause_of_a_run_that_fails_afterwards_is_printed(user_folder: UserFolder) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.user_folder import UserFolder
 
+pytestmark = pytest.mark.timeout(1800)
+
 TINY = ("train.steps=10", "parallel.strategy=single", "export.latency_seconds=0", "evaluation.every_steps=0")
 
 
@@ -17,7 +19,7 @@ def eight_at_once(folder: Path, hardware: Path) -> None:
     commands = [pretrain, pretrain, *[("reconcile",)] * 5, ("prune", "--dry-run")]
     processes = [user_folder.start(*command) for command in commands]
     for command, process in zip(commands, processes, strict=True):
-        out, err = process.communicate(timeout=800)
+        out, err = process.communicate(timeout=1200)
         assert process.returncode == 0, f"{command}:\n{out}\n{err}"
     assert [user_folder.mlflow_run(run).info.status for run in user_folder.run_dirs()] == ["FINISHED"] * 2
     assert list(user_folder.prefect_states().values()).count("FAILED") == 0
