@@ -442,7 +442,7 @@ class Container:
         (self.folder / "hosts").write_text("\n".join([own, *(f"127.0.0.1 {name}" for name in names)]) + "\n")
 
     def _setup(self) -> str:
-        """Mount what the pod's volumes are. What the test itself needs of /tmp and /dev/shm stays visible below them."""
+        """Mount the pod's volumes. What the test itself needs of /tmp and /dev/shm stays visible below them."""
         own = {"/tmp": f"{self.folder}/tmp", "/dev/shm": f"{self.folder}/shm"}
         lines, visible = [], [str(REPO), sys.prefix]
         for mount in self.spec["volumeMounts"]:
