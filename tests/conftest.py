@@ -42,6 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+        for hosts in ("rig", "slurm"):  # each is there once: one of pytest-xdist's workers has all its tests
+            if item.get_closest_marker(hosts):
+                item.add_marker(pytest.mark.xdist_group(hosts))
 
 
 @pytest.fixture(scope="session")
