@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from inspect import unwrap
 from pathlib import Path
@@ -83,7 +84,8 @@ def test_where_no_engine_can_open_the_version_the_run_has_no_text_and_a_warning(
     """As on a head node without torch."""
     monkeypatch.setenv("SHARDLINE_HOME", str(user_folder.home))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{user_folder.home}/mlflow.db")
-    monkeypatch.setattr("tasks.inference.open_engine.importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
     run = read_run(too_large[0]["run_id"])
     model = RegisteredModel(name="verses", version=1, alias="champion", verdict="")
     assert unwrap(generate)(RunPlan.read(run.folder / "plan.json"), run, model) == ""
