@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
+from flows.stages.training import generate
+from tasks.tracking.mlflow_run import read_run
 from tests.support.mlflow_store import Store
 from tests.support.serving import server
 from tests.support.user_folder import UserFolder
-from training.records.results import ExportedModel
+from training.records.plan import RunPlan
+from training.records.results import ExportedModel, RegisteredModel
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +53,16 @@ def pretrained(user_folder: UserFolder, *overrides: str, has: str = "") -> tuple
     return outcome, exported
 
 
-def test_a_model_that_is_too_large_for_onnx_is_champion_and_makes_text_at_every_place(user_folder: UserFolder) -> None:
-    outcome, exported = pretrained(user_folder, "export.onnx_up_to_gib=0")
+@pytest.fixture(scope="module")
+def too_large(user_folder: UserFolder) -> tuple[dict[str, Any], ExportedModel]:
+    """A run of a model that is too large for ONNX graphs by its config."""
+    return pretrained(user_folder, "export.onnx_up_to_gib=0")
+
+
+def test_a_model_that_is_too_large_for_onnx_is_champion_and_makes_text_at_every_place(
+    user_folder: UserFolder, too_large: tuple[dict[str, Any], ExportedModel]
+) -> None:
+    outcome, exported = too_large
     assert "export.onnx_up_to_gib = 0: raise it" in exported.skipped["onnx"]
     prompts, out = user_folder.folder / "prompts.jsonl", user_folder.folder / "out.jsonl"
     prompts.write_text('{"prompt": "the "}\n')
@@ -60,6 +73,23 @@ def test_a_model_that_is_too_large_for_onnx_is_champion_and_makes_text_at_every_
         reply = client.post("/generate", json={"prompt": "the ", "new_tokens": 4, "seed": 5})
     assert reply.json()["text"] == written
     assert outcome["serve"].endswith("serve verses@champion")
+
+
+def test_where_no_engine_can_open_the_version_the_run_has_no_text_and_a_warning(
+    user_folder: UserFolder,
+    too_large: tuple[dict[str, Any], ExportedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As on a head node without torch."""
+    monkeypatch.setenv("SHARDLINE_HOME", str(user_folder.home))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{user_folder.home}/mlflow.db")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
+    run = read_run(too_large[0]["run_id"])
+    model = RegisteredModel(name="verses", version=1, alias="champion", verdict="")
+    assert unwrap(generate)(RunPlan.read(run.folder / "plan.json"), run, model) == ""
+    assert "verses/1 is registered, but made no text here: the torch engine is needed (the export has no" in caplog.text
 
 
 def test_a_class_that_onnx_cannot_decode_is_champion_with_the_graphs_that_there_are(user_folder: UserFolder) -> None:

@@ -15,6 +15,7 @@ from google.protobuf import text_format
 from flows.cli.command import main
 from flows.presets import triton_config
 from tasks.serving.triton import write_repository
+from training.records.results import ExportedModel
 
 
 def schema() -> Any:
@@ -94,6 +95,14 @@ def test_instances_are_where_the_user_wants_them(
 def test_gpus_for_the_cpu_are_refused(exported_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gpus = \[1\] with device = cpu: leave one of them out"):
         repository(exported_run, tmp_path, "device=cpu", "gpus=[1]")
+
+
+def test_without_graphs_the_exports_reason_is_given(exported_run: Path, tmp_path: Path) -> None:
+    record = ExportedModel.read(exported_run / "export" / "export.json")
+    parity, skipped = record.parity.model_copy(update={"graphs": ()}), {"model.onnx": "it cannot be converted (why)"}
+    record.model_copy(update={"parity": parity, "skipped": skipped}).write(tmp_path / "export" / "export.json")
+    with pytest.raises(ValueError, match=r"has no ONNX graphs for Triton: it cannot be converted \(why\)"):
+        repository(tmp_path, tmp_path / "models")
 
 
 def test_a_later_version_lies_beside_the_earlier_and_an_engine_is_a_model_of_its_own(
