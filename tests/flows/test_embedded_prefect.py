@@ -24,8 +24,8 @@ LONG = 4000  # steps, so that training goes on at the kill
 
 
 @pytest.fixture(scope="module")
-def user_folder(tmp_path_factory: pytest.TempPathFactory, measured_hardware: Path) -> UserFolder:
-    return UserFolder(tmp_path_factory.mktemp("user"), hardware=measured_hardware)
+def user_folder(tmp_path_factory: pytest.TempPathFactory, begun_home: Path) -> UserFolder:
+    return UserFolder(tmp_path_factory.mktemp("user"), begun=begun_home)
 
 
 def killed_in_training(user_folder: UserFolder, *overrides: str, then: Callable[[Path], None]) -> tuple[int, str, str]:

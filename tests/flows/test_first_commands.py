@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ TINY = ("train.steps=10", "parallel.strategy=single", "export.latency_seconds=0"
 
 
 def eight_at_once(folder: Path, hardware: Path) -> None:
-    user_folder = UserFolder(folder, hardware=hardware)
+    user_folder = UserFolder(folder)
+    user_folder.home.mkdir()
+    shutil.copy(hardware, user_folder.home)
     pretrain = ("pretrain", str(user_folder.config), *TINY)
     commands = [pretrain, pretrain, *[("reconcile",)] * 5, ("prune", "--dry-run")]
     processes = [user_folder.start(*command) for command in commands]
