@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from training.node.fork_server import RankOrder
 from training.node.output import Causes, Output
 from training.node.ranks import (
@@ -110,7 +108,7 @@ def _finish(task: NodeTask, end: NodeEnd, secrets: dict[str, str], *, output: Ou
 
 def _not_started(why: str, order: StopOrder) -> NodeEnd:
     asked = order.cause()
-    return _end("stopped" if asked else "failed", code=1, asked=asked, last_lines=(why,))
+    return _end("stopped" if asked else "failed", code=1, asked=asked, order=order, last_lines=(why,))
 
 
 @dataclass(frozen=True)
@@ -188,11 +186,13 @@ def _run(
         ending = "stopped" if stop_ranks(task, process, at_once=order.allows_no_grace) else "killed"
     keeps = keeps_starter and ending == "done"
     if not keeps:
-        code = end_starter(process, patience_s=TORCHRUN_S if ending == "stopped" else 0.0)
+        ended = end_starter(process, patience_s=TORCHRUN_S if ending == "stopped" else 0.0)
+        code = ended if code is None else code
     kill_family(but=process.pid if keeps else 0)
     output.drain()
-    failures = _failures(task, code or 0, starter, output.causes) if ending == "failed" else ()
-    return _end(ending, code=code or 0, asked=asked, failures=failures, last_lines=tuple(output.causes.last_lines))
+    failures = _failures(task, code, starter, output.causes) if code and ending == "failed" else ()
+    lines = tuple(output.causes.last_lines)
+    return _end(ending, code=code or 0, asked=asked, order=order, failures=failures, last_lines=lines)
 
 
 def _failures(task: NodeTask, code: int, starter: Starter, causes: Causes) -> tuple[RankFailure, ...]:
@@ -207,10 +207,11 @@ def _end(
     *,
     code: int,
     asked: StopCause,
+    order: StopOrder,
     failures: tuple[RankFailure, ...] = (),
     last_lines: tuple[str, ...] = (),
 ) -> NodeEnd:
-    seconds = time.time() - psutil.Process().create_time()
+    seconds = time.monotonic() - order.began
     return NodeEnd(
         ending=ending, exit_code=code, asked=asked, seconds=seconds, failures=failures, last_lines=last_lines
     )
@@ -230,7 +231,7 @@ class StopOrder:
         self._signalled = self._withdrawn = False
         self._stale = self._over = False
         self._seen: tuple[bytes, int] | None = None
-        self._seen_at = time.monotonic()
+        self.began = self._seen_at = time.monotonic()
         signal.signal(signal.SIGTERM, self._remember)
         signal.signal(signal.SIGINT, self._remember)
         threading.Thread(target=self._watch, daemon=True, name="lease").start()
