@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,7 +78,8 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     for name in names:
         try:
             with (folder / name).open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                length, most = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+                header = json.loads(file.read(min(length, most)))  # what is no such file may claim any length
             shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in header.items() if tensor != "__metadata__"}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
