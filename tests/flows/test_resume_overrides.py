@@ -14,7 +14,7 @@ from tests.support.user_folder import UserFolder
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # whole pipelines beside those of tests/flows/test_pipeline.py
 
 SHORT = ("train.steps=20", "train.schedule=constant", "evaluation.every_steps=10", "train.log_every_steps=1")
 

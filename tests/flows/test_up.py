@@ -28,7 +28,7 @@ def test_a_taken_port_is_named_with_who_has_it_before_anything_starts(tmp_path: 
     assert "nothing ran" in user_folder.run("down")[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_servers_are_used_where_the_environment_names_them(
     servers: LocalServers, tmp_path: Path, begun_home: Path
@@ -64,7 +64,7 @@ def test_a_password_in_a_url_gets_into_no_file_and_no_database(servers: LocalSer
     assert not [path for path in user_folder.home.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_servers_and_worker_serve_every_command_are_mended_and_go(servers: LocalServers) -> None:
     user_folder, found = servers.user_folder, servers.start()
