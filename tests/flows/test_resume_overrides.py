@@ -126,7 +126,7 @@ def test_a_run_that_its_hours_ended_is_registered_and_trains_on_with_more(user_f
     again, err = user_folder.run("resume", first["run_id"], "--json")
     assert "training is done already by train.max_hours" in err
     assert json.loads(again)["step"] == first["step"]
-    more, err = user_folder.run("resume", first["run_id"], f"train.max_hours={4 / 3600}", "--json")
+    more, err = user_folder.run("resume", first["run_id"], f"train.max_hours={15 / 3600}", "--json")
     assert json.loads(more)["step"] > first["step"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -31,9 +32,11 @@ def test_a_taken_port_is_named_with_who_has_it_before_anything_starts(tmp_path: 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_servers_are_used_where_the_environment_names_them(
-    servers: LocalServers, tmp_path: Path, begun_home: Path
+    servers: LocalServers, tmp_path: Path, measured_hardware: Path
 ) -> None:
-    user_folder = UserFolder(tmp_path, begun=begun_home)
+    user_folder = UserFolder(tmp_path)
+    user_folder.home.mkdir()
+    shutil.copy(measured_hardware, user_folder.home)
     addresses = {"PREFECT_API_URL": f"{servers.url('prefect')}/api", "MLFLOW_TRACKING_URI": servers.url("mlflow")}
     outcome = json.loads(user_folder.run("pretrain", str(user_folder.config), "--json", **addresses)[0])
     run = servers.mlflow.get_run(outcome["mlflow_run_id"])

@@ -471,11 +471,9 @@ class Container:
 
     def hand_over(self, path: Path) -> None:
         """It stands by no longer: it gets the task of an attempt."""
-        imported, self.stands_by = self.task, False
+        self.stands_by = False
         self._take(path)
         self.world.tell(f"{self.process.name} takes over in attempt {self.attempt}")
-        if not standby.fits(imported, self.task):
-            self.world.violate(f"{self.process.name} takes over for ranks that it did not import for")
         if self.hangs:
             self.world.violate(f"{self.process.name} takes over, and hangs")
         self.world.taken_over += 1
@@ -1377,6 +1375,8 @@ class World(Scheduler):
 
     def _possible_status(self, life: Life) -> set[str]:
         possible = {STATUS.get(life.ending, "KILLED")}
+        if life.ending == "error":  # the disk was full: MLflow may still have taken the status
+            possible.add("FAILED")
         if life.ending in {"killed", "interrupted"}:  # perhaps when it had told of its end
             possible |= {life.told, life.told_mlflow}
         if life.ended_at - life.closing_at > PATIENT_S:  # neither the disk nor MLflow took its end

@@ -126,9 +126,6 @@ MISTAKES: dict[str, tuple[object, str, Callable[..., object] | float, tuple[str,
     "a dead standby counts as ready": (
         DockerLauncher, "_hand_over", _hand_over_unseen, ("rank killed", "standby killed"), "has no task"
     ),
-    "a standby takes over whatever it imported for": (
-        docker_hosts, "fits", lambda *_: True, ("power", "silent daemon"), "did not import"
-    ),
     "fencing withdraws the lease of what stands by": (
         fencing, "withdraw_leases", _lease_is_not_kept, ("rank killed",), "while its launcher works"
     ),

@@ -109,3 +109,15 @@ def test_a_killed_process_that_waits_costs_imports_and_is_said(run_dir: Path, ca
         evaluate(run_dir)
     assert causes(run_dir) == ["done", "done"]
     assert "training.evaluate starts in a new process: the one that waited for it has ended" in caplog.text
+
+
+def test_imports_of_another_environment_are_not_used(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    with kept_node(run_dir):
+        train(run_dir)
+        monkeypatch.setenv("NCCL_DEBUG", "INFO")
+        evaluate(run_dir)
+    assert [attempt["stood_by"] for attempt in attempts_of(run_dir)] == [[], []]
+    assert "training.evaluate starts in a new process: its environment is another" in caplog.text

@@ -48,7 +48,8 @@ def plan_from(folder: Path, shards: Path, **overrides: Any) -> RunPlan:
 def first_loss(folder: Path, plan: RunPlan) -> float:
     """The loss of the first global batch, by transformers' own loss function on the saved weights."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    batches = Loader(plan, dp_rank=0, device=torch.device("cpu")).share(0).batches
+    loaders = [Loader(plan, dp_rank=rank, device=torch.device("cpu")) for rank in range(plan.dp)]
+    batches = [batch for loader in loaders for batch in loader.share(0).batches]
     inputs, targets = torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches])
     with torch.no_grad():
         logits = model(inputs).logits
