@@ -75,7 +75,8 @@ def main(ready: Path, module: str, args: Sequence[str]) -> int:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code < 0:
             os.kill(os.getpid(), -code)
-        _part(order).replace(order.ends)  # the node may end all processes but this one, once it sees the file
+        with suppress(FileNotFoundError):  # the child failed before it had ranks
+            _part(order).replace(order.ends)  # the node may end all processes but this one, once it sees the file
         if code:
             return code
     return 0
