@@ -1375,8 +1375,6 @@ class World(Scheduler):
 
     def _possible_status(self, life: Life) -> set[str]:
         possible = {STATUS.get(life.ending, "KILLED")}
-        if life.ending == "error":  # the disk was full: MLflow may still have taken the status
-            possible.add("FAILED")
         if life.ending in {"killed", "interrupted"}:  # perhaps when it had told of its end
             possible |= {life.told, life.told_mlflow}
         if life.ended_at - life.closing_at > PATIENT_S:  # neither the disk nor MLflow took its end
@@ -1390,7 +1388,8 @@ class World(Scheduler):
     def _check_status(self, life: Life) -> None:
         possible = {"KILLED"}
         for each in self.lives:  # one that was killed, or had no MLflow, may have ended before it could say so
-            possible = self._possible_status(each) if each.is_open else possible | {"KILLED"}
+            failed = {"FAILED"} if each.ending == "error" else set()  # while it opened its run: the disk was full
+            possible = self._possible_status(each) if each.is_open else possible | failed | {"KILLED"}
         path = self.run_dir / "run.json"
         ours = TrackedRun.read(path).mlflow_run_id if path.exists() else ""
         if ours and (status := self.mlflow.runs[ours].status) not in possible:
