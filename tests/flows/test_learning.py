@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +28,8 @@ def step_ms(made: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-def test_a_comparison_corrects_the_next_plans_of_its_layouts(tmp_path: Path, begun_home: Path) -> None:
-    user_folder = UserFolder(tmp_path, begun=begun_home)
+def test_a_comparison_corrects_the_next_plans_of_its_layouts(user_of_prefect: UserFolder) -> None:
+    user_folder = user_of_prefect
     before = {name: plan(user_folder, f"parallel.strategy={name}") for name in ("ddp", "fsdp")}
     measured: dict[str, float] = {}
     for _ in range(TRIES):

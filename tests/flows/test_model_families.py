@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def user_folder(tmp_path_factory: pytest.TempPathFactory, begun_home: Path) -> UserFolder:
-    return UserFolder(tmp_path_factory.mktemp("user"), begun=begun_home)
+def user_folder(user_of_prefect: UserFolder) -> UserFolder:
+    return user_of_prefect
 
 
 def pretrain(user_folder: UserFolder, model: Path) -> list[str]:

@@ -51,7 +51,7 @@ def test_tang_poems_come_out_as_chinese_verse(tmp_path: Path) -> None:
         "data.tokenizer.vocab_size=4096",
         "train.context=128",
         "train.global_batch=16",
-        "train.steps=200",
+        "train.steps=100",
         "evaluation.prompts=[春]",
     )
     text = outcome["generated"].removeprefix("春")

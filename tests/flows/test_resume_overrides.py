@@ -20,8 +20,8 @@ SHORT = ("train.steps=20", "train.schedule=constant", "evaluation.every_steps=10
 
 
 @pytest.fixture(scope="module")
-def user_folder(tmp_path_factory: pytest.TempPathFactory, begun_home: Path) -> UserFolder:
-    return UserFolder(tmp_path_factory.mktemp("user"), begun=begun_home)
+def user_folder(user_of_prefect: UserFolder) -> UserFolder:
+    return user_of_prefect
 
 
 @pytest.fixture(scope="module")

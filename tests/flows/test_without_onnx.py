@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from inspect import unwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +27,8 @@ SHORT = (
 
 
 @pytest.fixture(scope="module")
-def user_folder(tmp_path_factory: pytest.TempPathFactory, begun_home: Path) -> UserFolder:
-    return UserFolder(tmp_path_factory.mktemp("user"), begun=begun_home)
+def user_folder(user_of_prefect: UserFolder) -> UserFolder:
+    return user_of_prefect
 
 
 def pretrained(user_folder: UserFolder, *overrides: str, has: str = "") -> tuple[dict[str, Any], ExportedModel]:

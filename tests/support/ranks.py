@@ -74,9 +74,10 @@ class Ranks:
         return [process.exitcode or 0 for process in self.processes]
 
     def finish(self) -> None:
-        """Wait; a failure shows what the ranks printed."""
+        """Wait; a failure shows what the ranks printed, and their stacks if a signal ended one."""
         codes = self.wait()
-        assert not any(codes), f"exit codes {codes}\n{self.log()}"
+        stacks = [path.read_text() for path in sorted(self.log_path.parent.glob("stacks/*.txt"))] if any(codes) else []
+        assert not any(codes), "\n".join([f"exit codes {codes}", self.log(), *stacks])
 
     def signal(self, signum: signal.Signals) -> None:
         """To every rank that is still there."""

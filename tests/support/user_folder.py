@@ -40,6 +40,7 @@ class UserFolder:
 
     def __init__(self, folder: Path, *, begun: Path | None = None) -> None:
         self.folder, self.home = folder, folder / "runs"
+        self.environment: dict[str, str] = {}  # of each command
         if begun is not None:
             shutil.copytree(begun, self.home)
         self.corpus = folder / "texts"
@@ -62,7 +63,7 @@ class UserFolder:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env=env | {"SHARDLINE_HOME": str(self.home)} | environment,
+            env=env | {"SHARDLINE_HOME": str(self.home)} | self.environment | environment,
         )
 
     def run(self, *arguments: str, expect: int = 0, **environment: str) -> tuple[str, str]:

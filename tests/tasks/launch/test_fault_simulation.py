@@ -30,7 +30,7 @@ from training.records.checkpoint import newest_intact
 from training.tracking import mlflow_sender
 from training.tracking.mlflow_sender import Sent
 
-FEW, SOME, MANY = 150, 2_000, 10_000
+FEW, SOME, MANY = 150, 1_000, 10_000
 
 
 def found_in(outcomes: Sequence[Outcome]) -> str:
