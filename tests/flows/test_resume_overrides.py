@@ -13,6 +13,8 @@ from tests.support.ranks import losses
 from tests.support.user_folder import UserFolder
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
+from training.tracking.rows import read_rows
+from training.tracking.stop_rules import elapsed_s
 
 pytestmark = pytest.mark.long  # whole pipelines beside those of tests/flows/test_pipeline.py
 
@@ -126,7 +128,9 @@ def test_a_run_that_its_hours_ended_is_registered_and_trains_on_with_more(user_f
     again, err = user_folder.run("resume", first["run_id"], "--json")
     assert "training is done already by train.max_hours" in err
     assert json.loads(again)["step"] == first["step"]
-    more, err = user_folder.run("resume", first["run_id"], f"train.max_hours={15 / 3600}", "--json")
+    trained_s = elapsed_s(read_rows(user_folder.home / first["run_id"] / "metrics.jsonl"))
+    longer = f"train.max_hours={(trained_s + 10) / 3600}"
+    more, err = user_folder.run("resume", first["run_id"], longer, "--json")
     assert json.loads(more)["step"] > first["step"]
 
 
