@@ -22,7 +22,7 @@ ROUTING = "output_router_logits"  # the field of config.json that asks for the b
 
 
 class AuxiliaryLoss:
-    """What the class `hf` adds to cross-entropy, summed over micro-batches until it is taken."""
+    """The loss that a transformers class adds to cross-entropy, summed over micro-batches until it is taken."""
 
     def __init__(self, hf: Any) -> None:
         makes_inputs_of_labels = getattr(hf.config, "is_encoder_decoder", False)

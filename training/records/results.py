@@ -221,12 +221,12 @@ class ExportedModel(Record):
 
     @property
     def formats(self) -> str:
-        """What the export has: `Hugging Face, decode.onnx, model.onnx`."""
+        """The formats of this export, in one text: `Hugging Face, decode.onnx, model.onnx`."""
         return ", ".join(["Hugging Face", *(name for name in self.files if name.endswith(".onnx"))])
 
     @property
     def left_out(self) -> str:
-        """What could not be made, with the reasons, in one text; empty if all was made."""
+        """The formats that could not be made, each with its reason, in one text; empty if all were made."""
         return "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
 
 

@@ -141,9 +141,9 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
-def own_piece(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's piece of sequences that all ranks of the group have."""
-    return x.chunk(group.size(), SEQUENCE)[group.rank()]
+def own_piece(x: Tensor, group: dist.ProcessGroup, dim: int = SEQUENCE) -> Tensor:
+    """Return this rank's piece, along `dim`, of what all ranks of the group have."""
+    return x.chunk(group.size(), dim)[group.rank()]
 
 
 def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -161,8 +161,7 @@ def _scattered_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     300 steps on two ranks ended with SIGSEGV or SIGABRT in malloc, in the thread of gloo that began that sum.
     """
     if dist.get_backend(group) == "gloo":
-        whole = _arrived(funcol.all_reduce(x.contiguous(), "sum", group))
-        return whole.chunk(group.size(), dim)[group.rank()].contiguous()
+        return own_piece(_arrived(funcol.all_reduce(x.contiguous(), "sum", group)), group, dim).contiguous()
     return _arrived(_torch_reduce_scatter(x.contiguous(), "sum", dim, group))
 
 
