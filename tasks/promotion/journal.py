@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Literal
 
 from tasks.registry.tags import TAG
-from tasks.workspace.paths import embedded_artifacts
+from tasks.tracking.client import experiment_of
 from training.config.credentials import RECORD
 from training.config.promotion import RolloutConfig
 from training.records.record import Record
@@ -76,7 +76,7 @@ def begin_move(
         "rollout": rollout.model_dump_json(),
     }
     run = client.create_run(
-        _experiment(client),
+        experiment_of(client, EXPERIMENT),
         run_name=f"{model} {replaces or 'none'} to {version}",
         tags={f"{TAG}move.{key}": value for key, value in tags.items()},
     )
@@ -117,21 +117,6 @@ def _search(client: MlflowClient, query: str) -> list[Move]:
         [experiment.experiment_id], query, order_by=["attributes.start_time DESC"], max_results=MAX_MOVES
     )
     return [_move(run) for run in runs]
-
-
-def _experiment(client: MlflowClient) -> str:
-    from mlflow.exceptions import MlflowException
-
-    if found := client.get_experiment_by_name(EXPERIMENT):
-        return str(found.experiment_id)
-    try:
-        return str(client.create_experiment(EXPERIMENT, artifact_location=embedded_artifacts()))
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-        found = client.get_experiment_by_name(EXPERIMENT)
-        assert found is not None
-        return str(found.experiment_id)
 
 
 def _move(run: Run) -> Move:

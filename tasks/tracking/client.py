@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tasks.tracking.database import cure_of, make_database
-from tasks.workspace.paths import tracking_uri
+from tasks.workspace.paths import embedded_artifacts, tracking_uri
 from tasks.workspace.wait import until
 from training.config.credentials import without_url_credentials
 from training.tracking.redaction import without_credentials
@@ -76,3 +77,20 @@ def registry_client(tracking_uri: str) -> MlflowClient:
             f"MLflow at {without_url_credentials(tracking_uri)} does not answer ({why}): {cure_of(tracking_uri, why)}"
         ) from None  # without the cause: its text has the credentials, and a traceback would print it
     return client
+
+
+def experiment_of(client: MlflowClient, name: str, *, tags: Mapping[str, str] | None = None) -> str:
+    """Return the ID of the experiment of this name; it is made if it is missing, and two commands may do so at once.
+
+    `tags` are those of a new one.
+    """
+    from mlflow.exceptions import MlflowException
+
+    if (found := client.get_experiment_by_name(name)) is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=embedded_artifacts(), tags=dict(tags or {})))
+        except MlflowException as error:
+            found = client.get_experiment_by_name(name) if error.error_code == "RESOURCE_ALREADY_EXISTS" else None
+            if found is None:
+                raise
+    return str(found.experiment_id)

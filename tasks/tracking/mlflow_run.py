@@ -22,10 +22,10 @@ from tasks.runs.folder import flattened
 from tasks.runs.history import note_start
 from tasks.runs.owner import claim
 from tasks.runs.resume import Resumptions
-from tasks.tracking.client import connect
+from tasks.tracking.client import connect, experiment_of
 from tasks.tracking.final_status import RunStatus, close, reopen
 from tasks.workspace.locks import owned
-from tasks.workspace.paths import embedded_artifacts, home, mlflow_url, run_folder, tracking_uri
+from tasks.workspace.paths import home, mlflow_url, run_folder, tracking_uri
 from tasks.workspace.skip import skip_unreadable
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
@@ -151,12 +151,7 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
             run_id,
         )
         config, begun_by = run.begun_with, run.begun_by
-    experiment = client.get_experiment_by_name(config.name)
-    experiment_id = (
-        experiment.experiment_id
-        if experiment
-        else client.create_experiment(config.name, artifact_location=embedded_artifacts(), tags=TRAINING_PAGES)
-    )
+    experiment_id = experiment_of(client, config.name, tags=TRAINING_PAGES)
     run = TrackedRun(
         run_id=run_id,
         mlflow_run_id=_created(client, experiment_id, run_id=run_id, tags=_code_tags(config, run_id=run_id)),

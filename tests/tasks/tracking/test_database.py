@@ -6,12 +6,14 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tasks.tracking.client import registry_client
+from tasks.tracking.client import experiment_of, registry_client
 from tests.support.repository import REPO
 from tests.support.waiting import until
 
@@ -77,3 +79,16 @@ def test_a_store_elsewhere_is_started_or_unset(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(RuntimeError, match="start it, or unset MLFLOW_TRACKING_URI"):
         registry_client("http://127.0.0.1:9")
+
+
+def test_first_runs_that_begin_an_experiment_at_once_are_all_of_it(embedded_home: Path) -> None:
+    together = threading.Barrier(4)
+
+    def begun(name: str) -> str:
+        client = registry_client(f"sqlite:///{embedded_home}/mlflow.db")
+        together.wait(60)
+        return experiment_of(client, name)
+
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(5):
+            assert len(set(pool.map(begun, [f"verses {number}"] * 4))) == 1
