@@ -86,7 +86,7 @@ class Queued:
 def queued_runs(servers: Servers, *, runs: int) -> Queued:
     """Submit all runs at once to a queue that runs one at a time, and wait for them."""
     config = servers.config(f"data.path={servers.user_folder.corpus}", *TRIVIAL)
-    flow_runs = [servers.submit("Pretrain/quickstart", config) for _ in range(runs)]
+    flow_runs = [servers.submit("Pretrain/pretrain", config) for _ in range(runs)]
     ended = servers.ended(flow_runs, timeout_s=120 * runs)
     done = {run["id"]: run for run in ended if run["state_type"] == "COMPLETED"}
     known = servers.mlflow_runs("trivial")

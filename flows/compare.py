@@ -15,6 +15,7 @@ from flows.prefect_ui.flow import shardline_flow
 from flows.presets import with_overrides
 from flows.stages import training as stages
 from flows.stages.crashed_runs import reconcile_statuses
+from flows.stages.job_checks import check_job
 from flows.stages.report import reported
 from tasks.comparison.compare import (
     REQUEST,
@@ -54,21 +55,26 @@ def compare(
     target_loss: float = 0.0,
     baseline: bool = True,
     run_id: PublicText = "",
+    overrides: tuple[PublicText, ...] = (),
 ) -> Comparison:
     """Train `config` under each of `strategies` and report how they compare.
 
     strategies: ddp, fsdp+tp2, NAME=section.field=value, … target_loss: count the steps to it; 0: to the lowest that
-    all reach. baseline: run on one device as well. run_id: continue this comparison.
+    all reach. baseline: run on one device as well. run_id: continue this comparison. overrides: section.field=value of
+    `config`, which leaves to its deployment what it does not have.
     """
+    config = with_overrides(config.model_dump(mode="json"), overrides) if overrides else config
     check_comparable(config)
-    if run_id and mlflow_run.read_run(run_id).begun_with != config:
+    if run_id and not mlflow_run.read_run(run_id).is_of(config):
         raise ValueError(
             f"comparison {run_id} was started with another config, which cannot change: start a new comparison"
         )
     compared = read_strategies(strategies, baseline=baseline)
+    if not (run_id := run_id or stages.begun_before(config)):
+        check_job(config)
     request = CompareRequest(strategies=tuple(strategies), target_loss=target_loss, baseline=baseline)
     reconcile_statuses()
-    run_id = run_id or stages.begun_before(config) or stages.new_run_id(f"{config.name}-compare")
+    run_id = run_id or stages.new_run_id(f"{config.name}-compare")
     tags = {"shardline.comparison": ", ".join(strategy.name for strategy in compared)}
     with tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as parent:
         links.link(parent)

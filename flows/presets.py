@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from tasks.display.suggestion import did_you_mean
 from tasks.runs.folder import flattened
 from tasks.workspace.paths import command
 from training.config.credentials import without_url_credentials
@@ -18,6 +19,7 @@ from training.config.run import RunConfig
 from training.config.serving import EvaluateConfig, ServeConfig, TritonConfig
 
 C = TypeVar("C", bound=BaseModel)
+Shape = dict[str, "Shape"]  # name of a section -> its own sections; fields are not in it
 
 PRETRAIN = "flows.pretrain.pretrain"
 PRESETS_FILE = Path(__file__).with_name("prefect.yaml")  # in a checkout a link to the one at the top; in a wheel a file
@@ -64,15 +66,24 @@ def triton_config(overrides: Sequence[str]) -> TritonConfig:
 def command_for_all_steps(config: RunConfig) -> str:
     """Return the command that trains `config` for all of train.steps, without the limit of train.target_minutes.
 
-    It names the preset that has the config's name, and the settings that differ from it; empty without such a preset.
+    It names the config's preset, and the settings that differ from it; empty without one.
     """
-    if config.name not in presets():
+    if not (preset := preset_of(config)):
         return ""
     train = config.train.model_copy(update={"target_minutes": 0.0})
     asked = dict(flattened(config.model_copy(update={"train": train}).model_dump(mode="json")))
-    known = dict(flattened(load_config(config.name).model_dump(mode="json")))
-    changed = [f"{field}={_as_yaml(field, value)}" for field, value in asked.items() if known.get(field) != value]
-    return shlex.join([command("shardline"), "pretrain", config.name, *changed])
+    known = dict(flattened(load_config(preset).model_dump(mode="json")))
+    differ = [field for field, value in asked.items() if field != "preset" and known.get(field) != value]
+    changed = [f"{field}={_as_yaml(field, asked[field])}" for field in differ]
+    return shlex.join([command("shardline"), "pretrain", preset, *changed])
+
+
+def preset_of(config: RunConfig) -> str:
+    """Return the name of the preset that `config` began with; empty if it is none, or none of this version.
+
+    Configs of versions that did not write it down have the preset's name.
+    """
+    return name if (name := config.preset or config.name) in presets() else ""
 
 
 def _as_yaml(field: str, value: Any) -> str:
@@ -82,13 +93,29 @@ def _as_yaml(field: str, value: Any) -> str:
     return json.dumps(value)
 
 
+def shape_of(part: type[BaseModel]) -> Shape:
+    """Return the sections of a config. A field that is a mapping is one value, like a list."""
+    defaults = {name: field.default for name, field in part.model_fields.items()}
+    return {name: shape_of(type(default)) for name, default in defaults.items() if isinstance(default, BaseModel)}
+
+
+def laid_over(base: dict[str, Any], given: dict[str, Any], *, shape: Shape) -> dict[str, Any]:
+    """Return `base` with the fields of `given` in place of its own; `shape`: the sections of both."""
+    return base | {
+        name: laid_over(base[name], value, shape=shape[name])
+        if name in shape and isinstance(value, dict) and isinstance(base.get(name), dict)
+        else value
+        for name, value in given.items()
+    }
+
+
 def _validated(config: type[C], content: dict[str, Any], overrides: Sequence[str]) -> C:
     for override in overrides:
         _apply(content, override, config)
     try:
         return config.model_validate(content)
     except ValidationError as error:
-        raise ValueError("\n".join(_describe_problem(problem) for problem in error.errors())) from None
+        raise ValueError("\n".join(_describe_problem(problem, config) for problem in error.errors())) from None
 
 
 def _read(preset: str) -> dict[str, Any]:
@@ -105,8 +132,9 @@ def _read(preset: str) -> dict[str, Any]:
         return content
     known = presets()
     if preset not in known:
-        raise ValueError(f"there is no preset {preset!r}: choose {', '.join(known)}, or a YAML file's path")
-    return known[preset]
+        close = did_you_mean(preset, known)
+        raise ValueError(f"there is no preset {preset!r}{close}: choose {', '.join(known)}, or a YAML file's path")
+    return known[preset] | {"preset": preset}
 
 
 def _apply(content: dict[str, Any], override: str, config: type[BaseModel]) -> None:
@@ -139,23 +167,31 @@ def _as_the_field_wants(key: str, value: str, config: type[BaseModel]) -> Any:
     return value if part is str or value in get_args(part) else yaml.safe_load(value)
 
 
-def field_rows(part: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str]]:
-    """Return (section.field, default and description) of every field, for people who write overrides."""
+def field_rows(
+    part: type[BaseModel] = RunConfig, prefix: str = "", *, values: BaseModel | None = None
+) -> list[tuple[str, str]]:
+    """Return (section.field, description and default) of every field, for people who write overrides.
+
+    `values`: a config, whose value comes first where it is not the default.
+    """
     rows = []
     for name, field in part.model_fields.items():
+        value = getattr(values, name) if values else field.default
         if isinstance(field.default, BaseModel):
-            rows += field_rows(type(field.default), f"{prefix}{name}.")
+            rows += field_rows(type(field.default), f"{prefix}{name}.", values=value)
         else:
-            rows.append((f"{prefix}{name}", f"{field.description} Default: {field.default!r}."))
+            here = f"{value!r} here. " if value != field.default else ""
+            rows.append((f"{prefix}{name}", f"{here}{field.description} Default: {field.default!r}."))
     return rows
 
 
-def _describe_problem(problem: Any) -> str:
-    """Return what is wrong with a field, and its value without credentials."""
+def _describe_problem(problem: Any, config: type[BaseModel]) -> str:
+    """Return what is wrong with a field of `config`, and its value without credentials."""
     place = ".".join(str(part) for part in problem["loc"])
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":  # of a section's `check`: it names the fields itself
         return message
     if problem["type"] == "extra_forbidden":
-        return f"{place} is not a field of the config: `shardline plan --fields` lists them"
+        close = did_you_mean(place, [name for name, _ in field_rows(config)])
+        return f"{place} is not a field of the config{close}: `shardline plan --fields` lists them"
     return without_url_credentials(f"{place} = {problem['input']!r}: {message}") if place else message

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from flows.prefect_ui import links
 from flows.prefect_ui.flow import shardline_flow
+from flows.presets import with_overrides
 from flows.promote import promote
 from flows.stages import training as stages
 from flows.stages.crashed_runs import reconcile_statuses
@@ -22,12 +23,18 @@ from training.records.plan import RunPlan
 
 @shardline_flow("Pretrain", run_name="{config.name}")
 def pretrain(
-    config: RunConfig, dry_run: bool = False, run_id: PublicText = "", force: bool = False
+    config: RunConfig,
+    dry_run: bool = False,
+    run_id: PublicText = "",
+    force: bool = False,
+    overrides: tuple[PublicText, ...] = (),
 ) -> Outcome | CustomProgramOutcome | RunPlan:
     """Train, evaluate, export, register and promote a language model.
 
-    config: what to train, on what, how. dry_run: plan only. run_id: resume this run; force: however `config` changed.
+    config: what to train, on what, how; what it leaves out is the deployment's. dry_run: plan only. run_id: resume this
+    run; force: however `config` changed. overrides: section.field=value, as on the command line.
     """
+    config = with_overrides(config.model_dump(mode="json"), overrides) if overrides else config
     if dry_run:
         return stages.plan(config, stages.hardware(config))
     reconcile_statuses()

@@ -1,4 +1,4 @@
-"""Every few minutes: reports the end of runs whose process was killed; removes containers without a launcher."""
+"""Hourly: reports the end of runs whose process was killed; removes containers without a launcher."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ def test_a_preset_without_a_corpus_says_what_to_set() -> None:
     config = load_config("pretrain")
     with pytest.raises(ValueError, match=r"data\.path is empty: set data\.path=FILE_OR_FOLDER"):
         find_sources(config.data, SkippedDocuments("stop"))
-    assert config.model_dump(exclude={"name"}) == RunConfig().model_dump(exclude={"name"}), "all else as by default"
+    own = {"name", "preset"}
+    assert config.model_dump(exclude=own) == RunConfig().model_dump(exclude=own), "all else as by default"
 
 
 def test_overrides_reach_their_field() -> None:
@@ -88,7 +89,9 @@ def test_the_command_for_all_steps_means_the_same_config_without_minutes() -> No
     _, pretrain, preset, *overrides = shlex.split(command_for_all_steps(config))
     assert (pretrain, preset) == ("pretrain", "quickstart")
     assert load_config(preset, overrides) == load_config("quickstart", [*changed, "train.target_minutes=0"])
-    assert command_for_all_steps(config.model_copy(update={"name": "mine"})) == "", "its file is not known"
+    named = load_config("quickstart", ["name=mine"])
+    assert shlex.split(command_for_all_steps(named))[2:] == ["quickstart", "name=mine", "train.target_minutes=0.0"]
+    assert command_for_all_steps(named.model_copy(update={"preset": ""})) == "", "its file is not known"
 
 
 def test_a_name_made_of_digits_is_a_name() -> None:
@@ -113,9 +116,10 @@ def test_a_yaml_file_is_a_preset_too(tmp_path: Path) -> None:
     ("preset", "overrides", "message"),
     [
         ("nope", [], "no preset 'nope': choose quickstart"),
+        ("quikstart", [], r"no preset 'quikstart' \(did you mean quickstart\?\): choose"),
         ("missing.yaml", [], "missing.yaml does not exist"),
         ("quickstart", ["train.steps=0"], "train.steps = 0: Input should be greater than or equal to 1"),
-        ("quickstart", ["train.stpes=5"], "train.stpes is not a field of the config"),
+        ("quickstart", ["train.stpes=5"], r"train.stpes is not a field of the config \(did you mean train.steps\?\)"),
         ("quickstart", ["train.steps={a"], "the value is not YAML"),
         ("quickstart", ["steps"], "write section.field=value"),
         ("quickstart", ["name.x=1"], "name is a field, not a section"),

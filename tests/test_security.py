@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from flows.cli.command import main
 from flows.presets import load_config, with_overrides
 from tasks.display.markdown import escape_markdown
 from tasks.planning.pretrained import hf_config
@@ -223,3 +224,21 @@ def test_names_of_a_corpus_are_no_markup_in_prefect_and_mlflow() -> None:
     assert escape_markdown("![a](http://x/y.png) <b> | `c` [d](javascript:e)") == (
         r"\!\[a\]\(http://x/y.png\) \<b\> \| \`c\` \[d\]\(javascript:e\)"
     )
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_a_model_is_served_beyond_loopback_with_tokens_or_if_told_so(
+    host: str, embedded_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reached = "the registry has no tiny"
+    for more, message in (
+        (("--host", host), "--without-tokens"),
+        (("--host", host, "--replicas", "2"), "--without-tokens"),
+        (("--host", "localhost"), reached),
+        (("--host", "::1"), reached),
+    ):
+        assert main(["serve", "tiny", "--port", "0", *more]) == 2
+        assert message in capsys.readouterr().err
+    for more in (("--without-tokens",), ("serving.token_file=tokens",)):
+        assert main(["serve", "tiny", "--port", "0", "--host", "127.0.0.1", *more]) == 2
+        assert reached in capsys.readouterr().err

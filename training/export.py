@@ -128,10 +128,12 @@ def _write_export(
         parity, skipped = _without_graphs(plan), {"onnx": why}
     else:
         model, parity, skipped = _with_graphs(plan, checkpoint, folder, progress)
-        if no_tensorrt := why_no_tensorrt():
-            skipped["tensorrt"] = no_tensorrt
         for name, reason in skipped.items():
             logger.warning("left out %s: %s", name, reason)
+        if no_tensorrt := why_no_tensorrt():
+            skipped["tensorrt"] = no_tensorrt
+            level = logging.INFO if plan.device_kind == "cpu" else logging.WARNING
+            logger.log(level, "left out tensorrt: %s", no_tensorrt)
     parity.write(run_dir / "parity.json")
     if not parity.passed:
         shutil.rmtree(folder)

@@ -7,19 +7,22 @@ that it needs by itself, so that --help answers at once.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from flows.cli.models import add_model_commands
 from flows.cli.operations import add_operation_commands
 from flows.cli.promotion import add_promotion_commands
 from flows.cli.runs import add_run_commands
 from flows.cli.servers import add_server_commands
+from tasks.display.suggestion import did_you_mean
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
 PLACES = {
@@ -92,12 +95,25 @@ def parse_command(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says which command is meant by one that is not known."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.fullmatch(r"(argument .*: invalid choice: '(.*)') (\(choose from (.*)\))", message)
+        if wrong:
+            known = [word.strip("' ") for word in wrong[4].split(",")]
+            message = f"{wrong[1]}{did_you_mean(wrong[2], known)} {wrong[3]}"
+        super().error(message)
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="shardline", description="From a corpus and machines to a trained, evaluated and served language model."
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="debug logs, and tracebacks of errors")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"shardline {importlib.metadata.version('shardline')}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    parser.set_defaults(call=lambda _: parser.print_help())
 
     def command(name: str, run: Callable[[Any], int | None], help: str, *places: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help)

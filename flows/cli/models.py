@@ -36,7 +36,9 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         "serve a registered model over HTTP; switch when its alias moves to another version",
         "MODEL@ALIAS",
     )
-    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    about = "let everybody who reaches --host use the model, without serving.token_file"
+    serve.add_argument("--without-tokens", action="store_true", help=about)
     serve.add_argument("--port", type=int, default=8000)
     about = "server processes behind the port, rolled one after another (default: 1)"
     serve.add_argument("--replicas", type=int, default=1, metavar="N", help=about)
@@ -158,6 +160,7 @@ def _serve(options: argparse.Namespace) -> None:
     if options.stop_with_parent:  # first: the imports below take seconds, and the parent may be killed meanwhile
         stop_with_parent()
     from flows.presets import serve_config
+    from tasks.serving.listener import is_loopback
     from tasks.workspace.paths import home, tracking_uri
 
     config = serve_config(options.overrides)
@@ -171,6 +174,11 @@ def _serve(options: argparse.Namespace) -> None:
     }
     if options.replicas < 1:
         raise ValueError(f"--replicas {options.replicas}: at least one process must serve")
+    if not (is_loopback(options.host) or config.serving.token_file or options.without_tokens):
+        raise ValueError(
+            f"--host {options.host}: everybody who reaches this machine could use the model: name the accepted tokens "
+            "(serving.token_file=FILE), or say --without-tokens"
+        )
     if options.replicas > 1:
         from tasks.serving.replicas import serve_by_replicas
 

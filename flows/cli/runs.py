@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -24,11 +25,11 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     plan = command("plan", _plan, "show the plan of a run, here or on other machines (--hosts), without starting it")
     for added in (pretrain, plan):
         nargs = "?" if added is plan else None
-        about = "a preset's name, or the path of a YAML file"
-        added.add_argument("preset", metavar="PRESET", nargs=nargs, default="quickstart", help=about)
+        about = "a preset's name, or the path of a YAML file" + (" (default: quickstart)" if nargs else "")
+        added.add_argument("preset", metavar="PRESET", nargs=nargs, default="", help=about)
         about = "for example data.path=my_texts"
         added.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
-    plan.add_argument("--fields", action="store_true", help="list every field of the config, with its default")
+    plan.add_argument("--fields", action="store_true", help="list every field, with its default and PRESET's value")
     about = "plan for machines that you do not have, for example 16x8xH100-80GB-SXM,400Gb (docs/hardware.md)"
     plan.add_argument("--hosts", metavar="HOSTSxGPUSxNAME,NETWORK", help=about)
     doctor = command("doctor", _doctor, "measure this machine and show how fast and how large a run on it could be")
@@ -52,19 +53,10 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _pretrain(options: argparse.Namespace) -> int:
     from flows.presets import load_config
-    from tasks.data.sources import check_paths
+    from flows.stages.job_checks import check_job
 
     config = load_config(options.preset, options.overrides)
-    if not config.trainer.given:
-        check_paths(config.data)  # at once, before any server is started
-        if config.launch.launcher == "docker":
-            from tasks.hardware.hosts import read_hosts
-
-            read_hosts(config.launch)
-        elif config.launch.launcher == "slurm":
-            from tasks.launch.slurm_allocation import require_slurm
-
-            require_slurm()
+    check_job(config)  # at once, before any server is started
     return _run_pretrain(config, run_id="", as_json=options.json)
 
 
@@ -112,22 +104,31 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
 
 def _plan(options: argparse.Namespace) -> None:
     from flows.presets import command_for_all_steps, field_rows, load_config
+    from flows.stages.job_checks import check_inputs
     from tasks.planning.describe import describe_plan
     from tasks.planning.plan import plan_run
     from tasks.planning.pretrained import check_weights
 
     if options.fields:
-        print_pairs("fields of the config", field_rows())
+        given = options.preset or options.overrides
+        values = load_config(options.preset or "quickstart", options.overrides) if given else None
+        for section, rows in itertools.groupby(field_rows(values=values), lambda row: row[0].rpartition(".")[0]):
+            print_pairs(section or "the run", list(rows))
         return
-    config = load_config(options.preset, options.overrides)
+    config = load_config(options.preset or "quickstart", options.overrides)
+    with_text = bool(config.data.path or config.data.sources)
+    if with_text:
+        check_inputs(config)
     plan = plan_run(config, inventory=_inventory(config, hosts=options.hosts))
     check_weights(config)
     if options.json:
         print(plan.model_dump_json())
     else:
         fewer = plan.steps == plan.steps_in_time < config.train.steps
-        all_of_it = [("all its steps", command_for_all_steps(config))] if fewer else []
-        print_pairs(f"plan of {config.name}", describe_plan(plan) + all_of_it)
+        all_steps = command_for_all_steps(config) if fewer else ""
+        more = [("all its steps", all_steps)] if all_steps else []
+        more += [] if with_text else [("text", "none was looked at, because data.path is empty")]
+        print_pairs(f"plan of {config.name}", describe_plan(plan) + more)
 
 
 def _inventory(config: Any, *, hosts: str | None) -> Any:
@@ -192,6 +193,7 @@ def _add_compare_command(command: Callable[..., argparse.ArgumentParser]) -> Non
 
 def _compare(options: argparse.Namespace) -> int:
     from flows.presets import load_config
+    from flows.stages.job_checks import check_job
     from tasks.comparison.compare import CompareRequest, check_comparable
     from tasks.comparison.strategies import check_shared_overrides, read_strategies
 
@@ -201,6 +203,7 @@ def _compare(options: argparse.Namespace) -> int:
         strategies=tuple(options.strategies), target_loss=options.target_loss, baseline=not options.no_baseline
     )
     check_comparable(config)
+    check_job(config)
     check_shared_overrides(options.overrides)
     read_strategies(request.strategies, baseline=request.baseline)  # at once, before any server is started
     return _run_compare(config, request, run_id="", as_json=options.json)

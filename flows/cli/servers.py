@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from flows.cli.tables import print_pairs
@@ -17,8 +19,13 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     )
     up.add_argument("--prefect-port", type=int, default=4200)
     up.add_argument("--mlflow-port", type=int, default=5000)
+    up.add_argument("--no-password", action="store_true", help="let everybody who reaches Prefect's port run commands")
     down = command("down", _down, "stop the services that `up` started; stop all runs first, or use --force")
     down.add_argument("--force", action="store_true", help="also stop the runs under way; each saves a checkpoint")
+    about = "make prefect.yaml's deployments in Prefect, as `up` does; what was set on their pages stays"
+    deployed = command("deploy", _deploy, about)
+    about = "take prefect.yaml's settings for this deployment, instead of those that were set on its page"
+    deployed.add_argument("--reset", metavar="NAME", action="append", default=[], help=about)
     alerts = command(
         "alerts", _alerts, "make Prefect send alerts to the receivers in SHARDLINE_HOME/alerts.yaml; `up` does this too"
     )
@@ -37,20 +44,29 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
         "init: run each run as a process in the worker's container (process), or in a container of its own (docker)"
     )
     stack.add_argument("--pool", choices=("process", "docker"), help=made_in)
-    for added in (up, down, alerts, stack):
+    for added in (up, down, deployed, alerts, stack):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def _up(options: argparse.Namespace) -> None:
     from flows.servers.local import up
+    from flows.servers.password import FILE, password_of_up
+    from tasks.workspace.paths import home
 
-    found = up(prefect_port=options.prefect_port, mlflow_port=options.mlflow_port)
+    found = up(prefect_port=options.prefect_port, mlflow_port=options.mlflow_port, password=not options.no_password)
     if options.json:
         print(json.dumps(found))
         return
+    password = password_of_up()
+    export = f"export PREFECT_API_URL={found['prefect']}/api"
     rows = [
         ("Prefect: deployments, runs", found["prefect"]),
-        ("MLflow: metrics, models", found["mlflow"]),
+        *([("its page asks for", password)] if password else []),
+        (
+            "scripts and `prefect`",
+            f"{export} PREFECT_API_AUTH_STRING=$(cat {shlex.quote(str(home() / FILE))})" if password else export,
+        ),
+        ("MLflow: metrics, models", f"{found['mlflow']}/#/experiments?workflowType=machine_learning"),
         ("a worker takes runs of pool", found["worker"]),
         ("a run", "shardline pretrain quickstart, or Deployments > quickstart > Custom run in Prefect"),
         ("the end", "shardline down"),
@@ -78,18 +94,39 @@ def _down(options: argparse.Namespace) -> None:
         print(f"stopped {', '.join(stopped)}" if stopped else "nothing ran")
 
 
-def _alerts(options: argparse.Namespace) -> int:
-    from flows.servers.alerts import FILE, read_alerts, send_test, set_up_alerts
-    from tasks.workspace.paths import home, prefect_url
+def _use_running_prefect() -> None:
+    """Name to Prefect's client the server that runs. Raises ValueError without one."""
+    from tasks.workspace.paths import prefect_url
 
     if not prefect_url():
-        raise ValueError(
-            "a Prefect server sends the alerts, and none runs: start one with `shardline up`, or set PREFECT_API_URL"
-        )
+        raise ValueError("no Prefect server runs: start one with `shardline up`, or set PREFECT_API_URL")
     from flows.servers.embedded import start_prefect_server
 
-    addresses = read_alerts()
     start_prefect_server()()
+
+
+def _deploy(options: argparse.Namespace) -> None:
+    _use_running_prefect()
+    from flows.servers.deploy import deploy, make_pool
+
+    make_pool()
+    changed = deploy(reset=options.reset)
+    if options.json:
+        print(json.dumps({"deployments": {name: asdict(changes) for name, changes in changed.items()}}))
+        return
+    rows = [
+        (name, f"{len(changes.followed)} follow prefect.yaml, {len(changes.kept)} kept, {len(changes.dropped)} dropped")
+        for name, changes in changed.items()
+    ]
+    print_pairs("settings that changed or differ", rows)
+
+
+def _alerts(options: argparse.Namespace) -> int:
+    from flows.servers.alerts import FILE, read_alerts, send_test, set_up_alerts
+    from tasks.workspace.paths import home
+
+    addresses = read_alerts()
+    _use_running_prefect()
     set_up_alerts(addresses)
     outcomes = send_test() if options.test else dict.fromkeys(addresses, "set up")
     if options.json:

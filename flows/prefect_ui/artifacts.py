@@ -15,10 +15,13 @@ from prefect.client.schemas.actions import ArtifactCreate
 from prefect.runtime import flow_run
 
 from flows.prefect_ui.tell import tell_prefect
+from tasks.display.markdown import escape_markdown
 
 
 def show_pairs(rows: Sequence[tuple[str, str]], *, key: str, description: str) -> None:
-    show_table([{"what": what, "value": value} for what, value in rows], key=key, description=description)
+    """Show the rows as Markdown, whose lines wrap; those of Prefect's tables do not."""
+    lines = [f"| {escape_markdown(what)} | {escape_markdown(' '.join(value.split()))} |" for what, value in rows]
+    show_markdown("\n".join(["| | |", "| --- | --- |", *lines]), key=key, description=description)
 
 
 def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, description: str) -> None:

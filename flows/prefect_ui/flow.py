@@ -21,6 +21,7 @@ from prefect.utilities.callables import get_call_parameters
 from prefect.utilities.hashing import file_hash
 from rich.console import Console
 
+from flows.prefect_ui.deployment import whole_parameters
 from flows.prefect_ui.events import report_failure
 from flows.servers.embedded import NOTICED_WITHIN_S, is_gone
 from tasks.runs.errors import RunStopped
@@ -37,7 +38,7 @@ PROCESS = "shardline.process"  # label of a flow run: the process that runs it, 
 _outcomes: ContextVar[list[Future[Any]]] = ContextVar("outcomes")  # of the flow's function; the last call counts
 
 
-def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def shardline_flow(name: str, *, run_name: str | Callable[[], str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A Prefect flow. A RunStopped inside it ends it as Cancelled in Prefect, and is raised again to its caller. The
     caller gets the function's own result or error even if Prefect does not answer any more.
 
@@ -110,11 +111,11 @@ class StoppableFlow(Flow[P, R]):
             raise KeyboardInterrupt from None
 
     def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Does what Prefect does, which logs parameters that it refuses: here without credentials."""
+        """Does what Prefect does, for a whole config; it logs parameters that it refuses: here without credentials."""
         logger = logging.getLogger("prefect.flows")
         logger.addFilter(_hide_credentials)
         try:
-            return super().validate_parameters(parameters)
+            return super().validate_parameters(whole_parameters(parameters))
         finally:
             logger.removeFilter(_hide_credentials)
 
@@ -125,7 +126,13 @@ def _hide_credentials(record: logging.LogRecord) -> bool:
 
 
 def prepare_process(flow: Any, flow_run: Any, state: Any) -> None:
-    """Label the flow run with its process, and prepare that. Prefect logs an error in here, and the run continues."""
+    """Label the flow run with its process, and prepare that. Prefect logs an error in here, and the run continues.
+
+    Prefect sends our loggers' lines to the run's page, from the level that they have: WARNING, unless it is set.
+    """
+    for room in map(logging.getLogger, ("flows", "tasks")):
+        if room.level == logging.NOTSET:
+            room.setLevel(logging.INFO)
     keep_password_apart()
     Console.on_broken_pipe = _mute  # type: ignore[method-assign, assignment]
     with get_client(sync_client=True) as client:

@@ -23,9 +23,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from flows.servers.password import CLIENTS, client_settings, new_password, server_settings
 from tasks.display.progress import time_progress
 from tasks.workspace.locks import exclusive
-from tasks.workspace.paths import home, up_url
+from tasks.workspace.paths import home
 from tasks.workspace.processes import end_process, free_port
 from tasks.workspace.wait import until
 
@@ -72,19 +73,20 @@ def start_prefect_server() -> Callable[[], None]:
         os.environ.setdefault(name, value)
     if "PREFECT_API_URL" in os.environ:
         return lambda: None
-    if url := up_url("prefect"):
-        os.environ["PREFECT_API_URL"] = f"{url}/api"
+    if settings := client_settings():
+        os.environ |= settings
         return lambda: None
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
     folder, first = Path(os.environ["PREFECT_HOME"]), ExitStack()
     first.enter_context(first_start(folder))
-    port, log_path = free_port(), folder / "server.log"
+    port, password, log_path = free_port(), new_password("admin"), folder / "server.log"
+    environment = _environment() | server_settings(port, password)
     with log_path.open("wb") as log:
         server = subprocess.Popen(
-            _command(port), env=_environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            _command(port), env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
     atexit.register(_stop, server)
-    os.environ |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", EMBEDDED: "1"}
+    os.environ |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", CLIENTS: password, EMBEDDED: "1"}
 
     def wait() -> None:
         with first:

@@ -25,6 +25,7 @@ import psutil
 from flows.servers.alerts import read_alerts, set_up_alerts
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
 from flows.servers.embedded import first_start
+from flows.servers.password import client_settings, keep_password, password_of_up, server_settings
 from tasks.display.progress import time_progress
 from tasks.tracking.database import make_database
 from tasks.workspace.locks import owned
@@ -42,10 +43,10 @@ HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 TITLES = {"prefect": "Prefect", "mlflow": "MLflow", "worker": "worker"}
 
 
-def up(*, prefect_port: int, mlflow_port: int) -> dict[str, str]:
+def up(*, prefect_port: int, mlflow_port: int, password: bool = True) -> dict[str, str]:
     """Start the services that do not run yet, wait until they are ready, deploy prefect.yaml, and set up alerts.yaml.
 
-    Returns service -> URL or pool.
+    Returns service -> URL or pool. `password`: Prefect asks for one (flows/servers/password.py).
 
     Raises ValueError, before anything is started, where a port is taken; RuntimeError with the log's last lines where
     a service does not come up (what was started then is stopped again).
@@ -60,18 +61,32 @@ def up(*, prefect_port: int, mlflow_port: int) -> dict[str, str]:
         start = time.monotonic()
         try:
             with first_start(Path(_environment()["PREFECT_HOME"])) if "prefect" in missing else nullcontext():
-                for name in missing:
+                for name in tuple(missing):
                     if name == "mlflow":
                         make_database(f"sqlite:///{home()}/mlflow.db")
+                    if name == "prefect" and keep_password(wanted=password) and "worker" not in missing:
+                        _end("worker")  # it knows the password before
+                        missing.append("worker")
                     if name in ports:
-                        _start(name, _command(name, ports[name]), url=f"http://127.0.0.1:{ports[name]}")
+                        _start(name, _command(name, ports[name]), port=ports[name])
                 for name in ports:
                     _wait(name, lambda name=name: _answers(up_url(name), HEALTH[name]))  # type: ignore[misc]
+            _use_prefect()
+            make_pool()
+            if "worker" in missing:
+                options = ["--pool", POOL, "--type", "process", "--name", worker_name()]
+                _start("worker", ["-m", "prefect", "worker", "start", *options])
+            deploy()
+            _wait("worker", _worker_is_online)
             if missing:
-                _deploy(worker_is_missing="worker" in missing)
-            else:
-                _use_prefect()
+                _reconcile_now()
             set_up_alerts(alerts)
+            if "prefect" not in missing and password != bool(password_of_up()):
+                logger.warning("Prefect runs already, and asks for a password as before: `shardline down` first")
+            if not password_of_up():
+                logger.warning(
+                    "Prefect asks for no password: any page in a browser of this machine can run commands as you"
+                )
         except BaseException:
             for name in reversed(missing):
                 _end(name)
@@ -99,7 +114,9 @@ def _command(name: str, port: int) -> list[str]:
     assert artifacts is not None
     # Artifacts bypass the server: clients are on this machine, and large files fail in the server's proxy.
     store = ["--backend-store-uri", f"sqlite:///{home()}/mlflow.db", "--default-artifact-root", artifacts]
-    return ["-m", "mlflow", "server", *store, "--no-serve-artifacts", *address, "--workers", "1"]
+    # Another Host gets 403: that of a site whose name resolves to loopback.
+    hosts = ["--allowed-hosts", "127.0.0.1:*,localhost:*", "--cors-allowed-origins", f"http://127.0.0.1:{port}"]
+    return ["-m", "mlflow", "server", *store, "--no-serve-artifacts", *address, *hosts, "--workers", "1"]
 
 
 def _environment() -> dict[str, str]:
@@ -115,40 +132,38 @@ def _environment() -> dict[str, str]:
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # saves 8 processes and 1.6 GB; no job is used
         "SHARDLINE_HOME": str(home()),
     }
-    prefect = up_url("prefect")
-    return defaults | {**os.environ} | ({"PREFECT_API_URL": f"{prefect}/api"} if prefect else {})
+    return defaults | {**os.environ} | client_settings()
 
 
-def _start(name: str, command: list[str], *, url: str) -> None:
+def _start(name: str, command: list[str], *, port: int = 0) -> None:
+    """Start a server on a port of loopback, or the pool's worker."""
     log_path = _folder() / f"{name}.log"
+    more = server_settings(port, password_of_up()) if name == "prefect" else {}
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", *command],
-            env=_environment(),
+            env=_environment() | more,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    url = f"http://127.0.0.1:{port}" if port else POOL
     known = _read() | {name: {"url": url, "process": process_key(process.pid)}}
     write_atomically(home() / UP_FILE, json.dumps(known, indent=2))
 
 
 def _use_prefect() -> None:
-    """Name the server to Prefect's client, which is imported only after this and reads the environment."""
-    environment = _environment()
-    os.environ |= {name: environment[name] for name in ("PREFECT_HOME", "PREFECT_API_URL")}
+    """Name the server to Prefect's client, which is imported only after this and reads the environment.
 
+    The home's own profile of Prefect gets the password, for `PREFECT_HOME=… prefect`.
+    """
+    os.environ |= client_settings() | {"PREFECT_HOME": _environment()["PREFECT_HOME"]}
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_PROFILES_PATH, update_current_profile
 
-def _deploy(*, worker_is_missing: bool) -> None:
-    """Make the pool and the deployments, and start the worker that takes their runs."""
-    _use_prefect()
-    make_pool()
-    if worker_is_missing:
-        command = ["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", worker_name()]
-        _start("worker", command, url=POOL)
-    deploy(_environment())
-    _wait("worker", _worker_is_online)
-    _reconcile_now()
+    if (profiles := PREFECT_PROFILES_PATH.value()) == home() / "prefect" / "profiles.toml":
+        profiles.touch(mode=0o600)
+        profiles.chmod(0o600)
+        update_current_profile({PREFECT_API_AUTH_STRING: password_of_up() or None})
 
 
 def _reconcile_now() -> None:
@@ -161,7 +176,7 @@ def _reconcile_now() -> None:
             deployment = client.read_deployment_by_name("Reconcile/reconcile")
             client.create_flow_run_from_deployment(deployment.id)
     except (httpx.HTTPError, PrefectException) as error:
-        logger.warning("could not start a run of `reconcile` (%s); its schedule starts one within minutes", error)
+        logger.warning("could not start a run of `reconcile` (%s); its schedule starts one within the hour", error)
 
 
 def _worker_is_online() -> bool:

@@ -14,6 +14,7 @@ import httpx
 
 from flows.servers.alerts import read_alerts, set_up_alerts
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
+from flows.servers.password import new_password, write_secret
 from tasks.operations.images import copy_sources
 from tasks.operations.ps import known_hosts, list_running
 from tasks.operations.stop import stop
@@ -90,10 +91,8 @@ def _sources(folder: Path) -> Path:
 def _make_secret(path: Path) -> bool:
     if path.exists():
         return False
-    content = {"prefect_auth": f"{PREFECT_USER}:{secrets.token_urlsafe(32)}"} | dict.fromkeys(GIVEN, "")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(content.get(path.name, secrets.token_urlsafe(32)))
+    content = {"prefect_auth": new_password(PREFECT_USER)} | dict.fromkeys(GIVEN, "")
+    write_secret(path, content.get(path.name, secrets.token_urlsafe(32)))
     return True
 
 
@@ -115,7 +114,7 @@ def work() -> None:
         os.environ.pop(name.upper(), None)  # runs would inherit these variables and do not need them
     _check_pool(kind)
     make_pool(kind=kind, template=job_template() if kind == "docker" else None)
-    deploy(dict(os.environ))
+    deploy()
     set_up_alerts(alerts)
     if kind == "docker":
         remove_old_containers()

@@ -84,7 +84,7 @@ def start_in_prefect(due: DuePromotion) -> Callable[[], bool]:
             assert isinstance(run, FlowRun), "a coroutine only in an event loop"
         except ObjectNotFound:
             logger.warning(
-                "Prefect has no deployment %s (`prefect deploy --all` makes it): promoting here instead", DEPLOYMENT
+                "Prefect has no deployment %s (`shardline deploy` makes it): promoting here instead", DEPLOYMENT
             )
             return _start_here(due)
         if run.state is None or not run.state.is_final():

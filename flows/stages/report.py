@@ -10,7 +10,7 @@ from prefect.runtime import flow_run
 
 from flows.prefect_ui.artifacts import as_picture, show_markdown, show_pairs
 from flows.prefect_ui.links import mlflow_page, open_mlflow, prefect_page
-from flows.presets import presets
+from flows.presets import preset_of, presets
 from flows.stages.stage import stage, stage_seconds
 from tasks.display.markdown import escape_markdown
 from tasks.planning.price import COST
@@ -56,7 +56,9 @@ def write_page(run_id: str, *, ended: str, flow_run_id: str = "") -> None:
     """
     run, of = mlflow_run.read_run(run_id), flow_run_id or str(flow_run.id or "")
     links = {"MLflow": mlflow_page(run) or open_mlflow()} | ({"Prefect": prefect_page(of) or of} if of else {})
-    data = read_run_data(run, stop_reason=ended, preset=presets().get(run.begun_with.name), links=links)
+    name = preset_of(run.begun_with)
+    preset = presets()[name] | {"preset": run.begun_with.preset} if name else None
+    data = read_run_data(run, stop_reason=ended, preset=preset, links=links)
     data.cost.write(run.folder / COST)
     written = write_report(data)
     logger.info("report: %s", run.folder / PAGE)

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.states import Cancelled, State
 
 from flows.servers.embedded import is_gone
+from tasks.runs.errors import RunStopped
 from tasks.tracking.mlflow_run import TrackedRun
 from training.records.record import DamagedRecord, read_fields, write_atomically
 
@@ -23,16 +25,29 @@ R = TypeVar("R")
 def stage(name: str, *, run_name: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a Prefect task of that name, without a result cache, because each stage checks its own record.
 
-    Once the embedded server is gone, the function is called without Prefect. `run_name`: of one run of the task, by
-    default `name`.
+    A RunStopped ends the task as Cancelled, and is raised to the flow. Once the embedded server is gone, the function
+    is called without Prefect. `run_name`: of one run of the task, by default `name`.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        made = task(name=name, task_run_name=run_name or name, cache_policy=NO_CACHE, persist_result=False)(function)
+        @wraps(function)
+        def cancelled_if_stopped(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except RunStopped as stop:
+                if is_gone():
+                    raise
+                return cast(R, Cancelled(message=str(stop)))
+
+        named = task(name=name, task_run_name=run_name or name, cache_policy=NO_CACHE, persist_result=False)
+        made = named(cancelled_if_stopped)
 
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            return (function if is_gone() else made)(*args, **kwargs)
+            result = (function if is_gone() else made)(*args, **kwargs)
+            if isinstance(result, State):  # Prefect returns it to a caller in a flow as it is
+                raise RunStopped(result.message)
+            return result
 
         return run
 

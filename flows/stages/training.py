@@ -17,6 +17,7 @@ from flows.prefect_ui.tell import outermost_flow_run
 from flows.presets import command_for_all_steps
 from flows.servers.alerts import DISK_FILLS, RUN_STUCK
 from flows.stages.engine import engine_of
+from flows.stages.job_checks import check_job
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
 from tasks.display.markdown import escape_markdown
@@ -34,7 +35,7 @@ from tasks.launch.slurm_allocation import held_nodes, note_run, run_before_reque
 from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
 from tasks.planning.describe import describe_plan
-from tasks.planning.pretrained import check_optimizer, check_tokenizer, check_weights
+from tasks.planning.pretrained import check_tokenizer, check_weights
 from tasks.promotion.gates import is_refusal
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
@@ -68,8 +69,8 @@ LEFT_OUT = "shardline.left_out"  # tag: what the export lacks, and why
 
 
 def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tuple[Change, ...]]:
-    """Return the run's ID, new or resumed, and the changes that `config` makes. Raises ValueError for refused ones, and
-    for a run that is running.
+    """Return the run's ID, new or resumed, and the changes that `config` makes. Raises ValueError for refused ones, for
+    a run that is running, and for a new one that cannot work.
 
     A flow run that Prefect starts again (Retry) resumes the run that it began, and so does a requeued Slurm job.
     """
@@ -77,6 +78,7 @@ def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tup
         run_id = fetch_run(run_id)
     run_id = run_id or begun_before(config)
     if not run_id:
+        check_job(config)
         run_id = new_run_id(config.name)
         note_run(run_id, config)
         return run_id, ()
@@ -111,10 +113,8 @@ def new_run_id(name: str) -> str:
 @stage("Tokenize the corpus")
 def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
     with timed(run, "tokenize"):
-        nsight.check_here(config)
+        nsight.check_here(config)  # a resume may ask for it
         check_tasks(config)
-        check_tokenizer(config)
-        check_optimizer(config)
         check_weights(config)
         check_store(config, run.run_id)
         with engine_of(config.data) as engine:

@@ -20,7 +20,7 @@ from training.config.launch import HostConfig, LaunchConfig
 from training.config.run import CheckpointConfig
 
 SHARED_MEMORY_WITH_GPUS_GIB, SHARED_MEMORY_GIB = 16.0, 1.0
-TLS_FILES = ("ca.pem", "cert.pem", "key.pem")
+TLS_FILES, NO_TLS = ("ca.pem", "cert.pem", "key.pem"), "none"
 
 
 def read_hosts(launch: LaunchConfig) -> tuple[HostConfig, ...]:
@@ -63,7 +63,9 @@ def _host(entry: Any, *, where: str, folder: Path) -> HostConfig:
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'entry'}: {e['msg']}" for e in error.errors())
         raise ValueError(f"{where}: {problems}. Its fields: {', '.join(HostConfig.model_fields)}") from None
-    return host.model_copy(update={"tls": str(folder.absolute() / Path(host.tls).expanduser())}) if host.tls else host
+    if host.tls in ("", NO_TLS):
+        return host
+    return host.model_copy(update={"tls": str(folder.absolute() / Path(host.tls).expanduser())})
 
 
 def default_name(host: HostConfig) -> str:
@@ -83,7 +85,7 @@ def docker_hosts(hosts: Sequence[HostConfig], *, home: Path) -> tuple[DockerHost
         DockerHost(
             name=host.name,
             url=host.docker,
-            tls_dir=Path(host.tls).expanduser().absolute() if host.tls else None,
+            tls_dir=Path(host.tls).expanduser().absolute() if host.tls not in ("", NO_TLS) else None,
             address=host.address,
             interface=host.interface,
             gpus=host.gpus,
@@ -167,10 +169,16 @@ def check_host(host: HostConfig, *, alone: bool) -> None:
 
 
 def check_tls(host: HostConfig) -> None:
-    if host.tls and not host.docker.startswith("tcp:"):
+    tcp = host.docker.startswith("tcp:")
+    if host.tls and not tcp:
         raise ValueError(f"host {host.name}: tls is for tcp:// daemons, not {host.docker}: leave it out")
+    if tcp and not host.tls:
+        raise ValueError(
+            f"host {host.name}: without TLS whoever reaches {host.docker} is root on that host: give in tls the folder "
+            f"of this client's certificates, or an ssh:// address; tls: {NO_TLS} goes without"
+        )
     folder = Path(host.tls).expanduser()
-    missing = [name for name in TLS_FILES if host.tls and not (folder / name).is_file()]
+    missing = [name for name in TLS_FILES if tcp and host.tls != NO_TLS and not (folder / name).is_file()]
     if missing:
         raise ValueError(
             f"host {host.name}: {folder} has no {', '.join(missing)}: put the daemon's CA (ca.pem) and this "

@@ -5,7 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from tasks.display.numbers import describe_utilisation, device_noun, format_amount, format_money
+from tasks.display.numbers import (
+    describe_utilisation,
+    device_noun,
+    format_amount,
+    format_duration,
+    format_money,
+)
 from tasks.planning.price import per_1b
 from training.records.plan import RankedLayout, RunPlan, describe_stages
 
@@ -51,7 +57,7 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
         ("compute", f"{predicted.flops_per_token / 1e6:,.1f} MFLOP per token (6N + 12LHQT)"),
         (
             "speed",
-            f"{predicted.tokens_per_s:,.0f} tokens/s predicted{used}, {predicted.train_s / 60:,.1f} min in all",
+            f"{predicted.tokens_per_s:,.0f} tokens/s predicted{used}, {format_duration(predicted.train_s)} in all",
         ),
         *_describe_cost(plan),
         ("step", f"{1000 * step_s:,.1f} ms predicted{_likely(plan)} ({shares})"),

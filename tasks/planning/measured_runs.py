@@ -40,7 +40,7 @@ def learn(run_dir: Path, result: TrainResult) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         keep(measurement_of(plan, result, rows, ended_at=now))
     except ValueError as why:
-        logger.info("prices: this run does not correct later plans: %s", why)
+        logger.info("the speeds that this run measured do not correct the predictions of later plans: %s", why)
     except OSError as error:
         logger.warning("prices: the measurements of this run could not be kept for later plans (%s)", error)
 

@@ -91,19 +91,20 @@ def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improve
         return Check("loss", True, f"{loss}, and {champion_is}'s is not finite")
     improvement = champion.loss - challenger.loss
     passed = improvement >= min_improvement if min_improvement else improvement > 0
-    needed = f"at least {min_improvement:g} better" if min_improvement else "better"
+    where = "below" if improvement > 0 else "above"
+    least = f"at least {min_improvement:g} below" if min_improvement > 0 else f"at most {-min_improvement:g} above"
+    needed = f" (needed: {least if min_improvement else 'below'})" if min_improvement or not passed else ""
     return Check(
         "loss",
         passed,
-        f"{loss}, {champion_is} {champion.loss:.4f}: {improvement:+.4f} nats per token, "
-        f"{'which is' if passed else 'needed:'} {needed}",
+        f"{loss}, {abs(improvement):.4f} nats per token {where} {champion_is}'s {champion.loss:.4f}{needed}",
     )
 
 
 def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Check:
     """Check for each source of the same held-out text that the loss is not worse than the champion's by too much."""
     if champion is None:
-        return Check("sources", True, "there is no champion yet to compare sources with")
+        return Check("sources", True, "no source is worse than a champion's, as there is none")
     new, old = challenger.by_source or {}, champion.by_source or {}
     if other := _other_data(challenger, champion):
         return Check("sources", False, f"losses by source cannot be compared: {other}")
@@ -125,7 +126,7 @@ def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: G
     if worse:
         return Check("sources", False, f"worse than champion {champion.name}/{champion.version} on {'; '.join(worse)}")
     worst = max(changes, key=lambda name: changes[name], default="")
-    largest = f", at most {changes[worst]:+.4f} on {worst}" if worst else ""
+    largest = f"; the least good is {worst}, {changes[worst]:+.4f} nats per token" if worst else ""
     return Check("sources", True, f"{len(changes)} sources compared with the champion's{largest}")
 
 

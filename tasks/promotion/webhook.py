@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -52,14 +53,24 @@ def read_secret(path: Path) -> str:
 class Refused(ValueError):
     """A delivery that the known MLflow did not sign, or that is too old."""
 
+    status = 401
+
+
+class Malformed(Refused):
+    """A delivery whose time is no time."""
+
+    status = 400
+
 
 def verify(headers: Mapping[str, str], body: bytes, *, secret: str, now: float) -> str:
     """Check a delivery's signature and age; return its ID. Raises Refused."""
     try:
         delivery, timestamp, signature = headers[DELIVERY], headers[TIMESTAMP], headers[SIGNATURE]
-        sent_at = int(timestamp)
-    except (KeyError, ValueError):
+    except KeyError:
         raise Refused(f"the headers {DELIVERY}, {TIMESTAMP} (seconds) and {SIGNATURE} are needed") from None
+    if not re.fullmatch("[0-9]{1,12}", timestamp):
+        raise Malformed(f"{TIMESTAMP} = {timestamp[:20]!r} is not a time: send the seconds since 1970")
+    sent_at = int(timestamp)
     signed = f"{delivery}.{timestamp}.".encode() + body
     right = "v1," + base64.b64encode(hmac.new(secret.encode(), signed, hashlib.sha256).digest()).decode()
     if not hmac.compare_digest(right.encode(), signature.encode()):
@@ -86,7 +97,7 @@ def build_receiver(*, secret: str, on_challenger: Callable[[str, int], None]) ->
             delivery = verify(request.headers, body, secret=secret, now=now)
         except Refused as refused:
             logger.warning("a webhook was refused: %s", refused)
-            return JSONResponse({"detail": str(refused)}, 401)
+            return JSONResponse({"detail": str(refused)}, refused.status)
         for old in [key for key, at in received.items() if now > at + 2 * RECENT_S]:
             del received[old]
         if delivery not in received and (challenger := _challenger(body)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,16 +43,12 @@ class ResolvedModel:
 
 def parse_ref(ref: str) -> tuple[str, str | int]:
     """Split NAME@alias into (NAME, alias), NAME/3 into (NAME, 3), NAME into (NAME, "champion"). Raises ValueError."""
-    name, separator, alias = ref.partition("@")
-    if separator and name and alias and "/" not in ref:
-        return name, alias
-    name, separator, version = ref.partition("/")
-    if name and "@" not in ref:
-        if not separator:
-            return name, CHAMPION
-        if version.isdecimal():
-            return name, int(version)
-    raise ValueError(f"{ref!r} is not the name of a model version: write NAME, NAME@champion or NAME/3")
+    word = "[A-Za-z0-9][A-Za-z0-9._-]*"
+    found = re.fullmatch(f"({word})(?:@({word})|/([0-9]{{1,9}}))?", ref)
+    if found is None:
+        raise ValueError(f"{ref!r} is not the name of a model version: write NAME, NAME@champion or NAME/3")
+    name, alias, version = found.groups()
+    return name, int(version) if version else alias or CHAMPION
 
 
 def find_version(client: MlflowClient, ref: str) -> ModelVersion:

@@ -32,8 +32,7 @@ class RunData:
     """The run's records; a record is None or empty if the run did not get that far.
 
     A run of a user's own program has a `program` instead of a `plan`. `stop_reason`: why the run failed or was stopped;
-    empty for one that finished. `earlier_plans`: newest first. `preset`: the config of the preset that has the run's
-    name.
+    empty for one that finished. `earlier_plans`: newest first. `preset`: the config of the preset that it began with.
     """
 
     run: TrackedRun

@@ -113,7 +113,7 @@ def _plan_errors(plan: RunPlan, result: TrainResult) -> list[TextRow]:
 def _settings(data: RunData) -> dict[str, Any]:
     config = data.config.model_dump(mode="json")
     return {
-        "config_name": data.config.name,
+        "preset": data.run.begun_with.preset,
         "config_yaml": yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         "default_changes": changed(config, RunConfig().model_dump(mode="json")),
         "preset_changes": _preset_changes(data, config),
@@ -128,7 +128,7 @@ def _settings(data: RunData) -> dict[str, Any]:
 
 
 def _preset_changes(data: RunData, config: dict[str, Any]) -> str | None:
-    """Return how the config differs from the preset of the run's name; None if there is no such preset."""
+    """Return how the config differs from its preset; None if there is no such preset."""
     if data.preset is None:
         return None
     preset = RunConfig.model_validate(data.preset).model_dump(mode="json")
@@ -162,7 +162,9 @@ def _events(data: RunData) -> list[TextRow]:
     ]
     for attempt in data.attempts:
         ending, time = attempt["ending"], str(attempt["ended_at"]).replace("T", " ").partition(".")[0]
-        hosts = " + ".join(f"{name} ({ranks} ranks)" for name, ranks in attempt["hosts"].items())
+        hosts = " + ".join(
+            f"{name} ({ranks} rank{'' if ranks == 1 else 's'})" for name, ranks in attempt["hosts"].items()
+        )
         event = f"attempt {attempt['number']} of {attempt['program']} on {hosts} ended: {ending['cause']}"
         reason = f"{ending['host']} {ending['detail']}".strip()
         rows.append((time, event, f"started at step {attempt['from_step']:,}", reason))

@@ -99,6 +99,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("rollout.*", "exact", ""),
     ("launch.*", "exact", ""),
     ("alerts.*", "exact", ""),
+    ("preset", "exact", ""),
     ("store.*", "exact", ""),
     ("prices.*", "exact", ""),
     ("trainer.*", "refused", "another program is another run"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import json
 import socket
 
@@ -24,6 +25,15 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = "it is in use" if error.errno == errno.EADDRINUSE else error
         raise ValueError(f"cannot listen on {host} port {port}: {why}; choose another with --port or --host") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address; a name is what it resolves to."""
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address).is_loopback for address in found)
 
 
 def url_of(host: str, listener: socket.socket) -> str:

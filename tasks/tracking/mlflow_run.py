@@ -69,6 +69,10 @@ class TrackedRun(Record):
     def folder(self) -> Path:
         return run_folder(self.run_id)
 
+    def is_of(self, config: RunConfig) -> bool:
+        """Whether the run began with this config, from whatever preset: older versions did not write that down."""
+        return self.begun_with.model_copy(update={"preset": config.preset}) == config
+
 
 def read_run(run_id: str) -> TrackedRun:
     """Read run.json of a run. Raises ValueError if there is no such run."""
@@ -87,7 +91,7 @@ def run_begun_by(flow_run: str, config: RunConfig) -> str:
         with skip_unreadable(f"whether this flow run began run {path.parent.name} is unknown"):
             if flow_run and flow_run.encode() in path.read_bytes():
                 run = TrackedRun.read(path)
-                if run.begun_by == flow_run and run.begun_with == config:
+                if run.begun_by == flow_run and run.is_of(config):
                     return run.run_id
     return ""
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -32,7 +33,9 @@ def killed_in_training(user_folder: UserFolder, *overrides: str, then: Callable[
     """Start a run, kill its Prefect server in the middle of training, let `then` happen to the run; return its end."""
     process = user_folder.start("pretrain", str(user_folder.config), *SMALL, *overrides, "--json")
     run_dir = wait_for_step(user_folder, process, user_folder.run_dirs(), 5)
-    embedded_server(run_dir).kill()
+    server = embedded_server(run_dir)
+    check_others_are_refused(server)
+    server.kill()
     then(run_dir)
     killed_at = time.monotonic()
     out, err = process.communicate(timeout=600)
@@ -40,6 +43,17 @@ def killed_in_training(user_folder: UserFolder, *overrides: str, then: Callable[
     assert err.count(SAYS_SO) == 1, err
     assert not [line for line in err.splitlines() if "Connection refused" in line or "Service '" in line], err
     return process.returncode, out, err
+
+
+def check_others_are_refused(server: psutil.Process) -> None:
+    """A page in a browser of this machine, or another user of it, may not read or start anything."""
+    command = server.cmdline()
+    url = f"http://127.0.0.1:{command[command.index('--port') + 1]}/api/flow_runs/filter"
+    origin = {"Origin": "http://evil.example"}
+    for headers in ({}, origin, {"Host": "evil.example"}):
+        assert httpx.post(url, json={}, headers=headers, trust_env=False).status_code == 401
+    preflight = httpx.options(url, headers=origin | {"Access-Control-Request-Method": "POST"}, trust_env=False)
+    assert "access-control-allow-origin" not in preflight.headers
 
 
 def embedded_server(run_dir: Path) -> psutil.Process:

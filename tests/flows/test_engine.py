@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from flows.stages.engine import engine_of
@@ -44,7 +43,8 @@ def expected(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture
 def run(corpus: Path, tmp_path: Path, servers: LocalServers) -> Tokenization:
-    return Tokenization(corpus, tmp_path / "tokens", servers.url("prefect"))
+    password = {"PREFECT_API_AUTH_STRING": servers.password}
+    return Tokenization(corpus, tmp_path / "tokens", servers.url("prefect"), password)
 
 
 def test_ray_is_refused_where_a_users_module_would_be_taken_for_ours(
@@ -125,15 +125,14 @@ def dask_cluster(tmp_path: Path) -> Iterator[Callable[..., DaskCluster]]:
     ids=["1 process", "2 processes", "3 threads", "Dask on this machine"],
 )
 def test_every_engine_makes_the_same_bytes(
-    run: Tokenization, expected: dict[str, bytes], fields: dict[str, Any]
+    run: Tokenization, servers: LocalServers, expected: dict[str, bytes], fields: dict[str, Any]
 ) -> None:
     if fields.get("engine", {}).get("kind") == "dask":
         pytest.importorskip("prefect_dask")
     run.output(**fields)
     assert contents(run.folder) == expected
     if fields["processes"] == 2:
-        api = f"{run.prefect}/api"
-        names = {row["name"] for row in httpx.post(f"{api}/task_runs/filter", json={"limit": 200}).json()}
+        names = {row["name"] for row in servers.prefect("/task_runs/filter", {"limit": 200})}
         assert any(name.startswith("tokenize chunks ") for name in names), names
 
 

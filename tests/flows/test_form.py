@@ -66,6 +66,7 @@ class Form:
     def __init__(self, browser: Any, servers: LocalServers, deployment: str) -> None:
         (found,) = [it for it in servers.prefect("/deployments/filter", {}) if it["name"] == deployment]
         self.page = browser.new_page(viewport={"width": 1100, "height": 860})
+        self.page.add_init_script(f"localStorage.setItem('prefect-password', btoa('{servers.password}'))")
         self.page.goto(f"{servers.url('prefect')}/v2/deployments/deployment/{found['id']}/run")
         self.servers, self.deployment_id = servers, found["id"]
         schema = RunConfig.model_json_schema()
@@ -126,7 +127,7 @@ def test_every_field_is_there_with_its_description_and_choices_are_dropdowns(for
         if f"{field['title']} (Optional) {' '.join(field['description'].split())}" not in text
     ]
     assert missing == []
-    assert "Train (Optional) Batch, schedule, optimizer, seed." in text
+    assert "Train (Optional) Batch size, learning-rate schedule, optimizer and seed." in text
     assert "Transformer layers. At least 1, at most 1,000." in text
     layers = form.box("model.layers").locator("input")
     assert (layers.input_value(), layers.get_attribute("min"), layers.get_attribute("max")) == ("4", "1", "1000")
@@ -180,3 +181,19 @@ def test_a_submitted_run_completes_and_its_page_tells_of_it(form: Form, servers:
     form.page.goto(re.search(rf"{servers.url('mlflow')}/#/experiments/[^)]+", link["data"])[0])  # type: ignore[index]
     form.page.get_by_role("heading", name=folder.name).wait_for()
     assert form.page.get_by_text("Sessions", exact=True).count() == 0, "not MLflow's pages of GenAI"
+
+
+def test_a_page_of_another_origin_reads_and_starts_nothing(browser: Any, servers: LocalServers) -> None:
+    runs = servers.prefect("/flow_runs/count", {})
+    (found,) = [it for it in servers.prefect("/deployments/filter", {}) if it["name"] == "quickstart"]
+    page = browser.new_page()
+    page.goto(f"{servers.url('mlflow')}/health")  # another port is another origin
+    ask = """async ([url, mode, type]) => {
+        const request = {method: "POST", mode, body: "{}", headers: {"content-type": type}, credentials: "include"};
+        try { return (await fetch(url, request)).status } catch (error) { return String(error) }
+    }"""
+    start = f"{servers.url('prefect')}/api/deployments/{found['id']}/create_flow_run"
+    for url in (start, f"{servers.url('prefect')}/api/deployments/filter"):
+        assert page.evaluate(ask, [url, "cors", "application/json"]) == "TypeError: Failed to fetch"
+        assert page.evaluate(ask, [url, "no-cors", "text/plain"]) == 0, "sent, and nothing of the answer is seen"
+    assert servers.prefect("/flow_runs/count", {}) == runs

@@ -38,8 +38,7 @@ def small(tmp_path: Path) -> Iterator[UserFolder]:
 def test_a_full_disk_is_named_with_its_room_and_a_resume_goes_on_once_there_is_some(
     servers: LocalServers, small: UserFolder
 ) -> None:
-    addresses = {"PREFECT_API_URL": f"{servers.url('prefect')}/api", "MLFLOW_TRACKING_URI": servers.url("mlflow")}
-    process = small.start("pretrain", str(small.config), *SETTINGS, **addresses)
+    process = small.start("pretrain", str(small.config), *SETTINGS, **servers.addresses)
     folder = wait_for_step(small, process, [], MIDDLE)
     ballast = small.home / "ballast"
     with ballast.open("wb") as file:
@@ -59,7 +58,7 @@ def test_a_full_disk_is_named_with_its_room_and_a_resume_goes_on_once_there_is_s
     observed.check_metrics()
 
     ballast.unlink()
-    small.run("resume", folder.name, **addresses)
+    small.run("resume", folder.name, **servers.addresses)
     observed.flow_run_id = observed.mlflow.data.tags["prefect.flow_run_id"]
     assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
     assert sorted(observed.losses) == list(range(1, max(observed.losses) + 1))

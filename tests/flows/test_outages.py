@@ -39,7 +39,7 @@ def servers(whole: LocalServers) -> Iterator[LocalServers]:
 def test_without_mlflow_nothing_is_begun_and_the_message_says_so(servers: LocalServers) -> None:
     servers.kill("mlflow")
     before = sorted(servers.user_folder.home.iterdir())
-    run = servers.wait(servers.submit("quickstart", servers.config()))
+    run = servers.wait(servers.submit("pretrain", servers.config()))
     _, err = servers.user_folder.run("pretrain", str(servers.user_folder.config), expect=1, **servers.environment)
     assert run["state_type"] == "FAILED"
     for message in (run["state"]["message"], err):

@@ -110,11 +110,11 @@ def kill_rank(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(servers: LocalServers) -> Path:
     """A run that nobody stopped."""
-    return completed(servers, servers.submit("quickstart", servers.config(*LONG)))
+    return completed(servers, servers.submit("pretrain", servers.config(*LONG)))
 
 
 def test_the_second_of_two_runs_is_shown_as_late_and_begins_when_the_first_has_ended(servers: LocalServers) -> None:
-    first, second = (servers.submit("quickstart", servers.config("train.steps=20")) for _ in range(2))
+    first, second = (servers.submit("pretrain", servers.config("train.steps=20")) for _ in range(2))
     shows(servers, second, "Late")
     assert servers.prefect(f"/flow_runs/{first}")["state_type"] == "RUNNING"
     assert folders_of(servers, second) == []
@@ -127,12 +127,12 @@ def test_a_whole_tree_killed_holds_up_nobody_and_retry_goes_on_from_its_checkpoi
     servers: LocalServers, undisturbed: Path
 ) -> None:
     shards = {path: path.stat().st_mtime_ns for path in servers.user_folder.home.glob("tokens/*/*")}
-    first, second = (servers.submit("quickstart", servers.config(*LONG)) for _ in range(2))
+    first, second = (servers.submit("pretrain", servers.config(*LONG)) for _ in range(2))
     folder = trained_to(servers, first, 120)
     servers.kill("worker")  # with all that it started
     servers.start()
     assert servers.wait(servers.submit("reconcile"), timeout_s=WITHIN_S)["state_type"] == "COMPLETED", (
-        "the deployment does this every few minutes"
+        "the deployment does this every hour"
     )
     crashed = servers.prefect(f"/flow_runs/{first}")
     assert (crashed["state_type"], mlflow_runs(servers, folder)) == ("CRASHED", [(folder.name, "KILLED")])
@@ -161,7 +161,7 @@ def test_a_whole_tree_killed_holds_up_nobody_and_retry_goes_on_from_its_checkpoi
 
 
 def test_retry_of_a_run_that_failed_goes_on_from_its_checkpoint(servers: LocalServers, undisturbed: Path) -> None:
-    flow_run_id = servers.submit("quickstart", servers.config(*LONG))
+    flow_run_id = servers.submit("pretrain", servers.config(*LONG))
     folder = trained_to(servers, flow_run_id, 120)
     kill_rank(folder)
     failed = servers.wait(flow_run_id, timeout_s=WITHIN_S)
@@ -176,7 +176,7 @@ def test_retry_of_a_run_that_failed_goes_on_from_its_checkpoint(servers: LocalSe
 def test_retry_of_a_run_that_was_cancelled_goes_on_from_where_it_stopped(
     servers: LocalServers, undisturbed: Path
 ) -> None:
-    flow_run_id = servers.submit("quickstart", servers.config(*LONG))
+    flow_run_id = servers.submit("pretrain", servers.config(*LONG))
     folder = trained_to(servers, flow_run_id, 70)
     set_state(servers, flow_run_id, "CANCELLING", "Cancelling")
     assert servers.wait(flow_run_id, timeout_s=WITHIN_S)["state_type"] == "CANCELLED"
@@ -192,7 +192,8 @@ def test_retry_of_a_run_that_was_cancelled_goes_on_from_where_it_stopped(
 
 
 def test_retry_of_a_night_goes_on_with_its_run_and_the_next_has_nothing_to_do(servers: LocalServers) -> None:
-    config = servers.config("name=night", *LONG, "train.steps=60", "checkpoint.every_steps=10")
+    own = ("train.steps=60", "train.max_epochs=0", "train.schedule=cosine", "checkpoint.every_steps=10")
+    config = servers.config("name=night", *LONG, *own)
     night = servers.submit("pretrain-nightly", config, min_new_mib=0.0)
     folder = trained_to(servers, night, 30)
     kill_rank(folder)
@@ -211,7 +212,7 @@ def test_retry_of_a_night_goes_on_with_its_run_and_the_next_has_nothing_to_do(se
 
 def test_a_run_from_a_terminal_waits_for_the_devices_of_the_workers(servers: LocalServers) -> None:
     first = servers.submit(
-        "quickstart", servers.config("train.steps=200", "evaluation.every_steps=0", "export.latency_seconds=0")
+        "pretrain", servers.config("train.steps=200", "evaluation.every_steps=0", "export.latency_seconds=0")
     )
     folder = trained_to(servers, first, 5)
     terminal = servers.user_folder.start(

@@ -35,7 +35,7 @@ def resumed(observed: ObservedRun, undisturbed: dict[int, float]) -> None:
 
 
 def reconciled(servers: LocalServers) -> str:
-    """By the deployment, as every few minutes; what it found."""
+    """By the deployment, as every hour; what it found."""
     run = servers.wait(servers.submit("reconcile"))
     assert run["state_type"] == "COMPLETED", run["state"]["message"]
     return str(run["id"])
@@ -104,7 +104,7 @@ def test_after_a_power_cut_all_is_told_once_it_is_up_again_and_goes_on(
     observed = ObservedRun.submitted(servers)
     observed.wait_for_step(MIDDLE)
     queued = servers.submit(
-        "quickstart", servers.config("train.steps=4", "parallel.strategy=single", "data.path=/nowhere")
+        "pretrain", servers.config("train.steps=4", "parallel.strategy=single", "data.path=/nowhere")
     )
     services = [process for name in ("worker", "prefect", "mlflow") if (process := servers.process(name))]
     kill(*services, *(child for it in services for child in it.children(recursive=True)), *observed.processes())

@@ -73,7 +73,7 @@ def shown(stack: Stack) -> set[str]:
     seen: set[str] = set()
     state = _run_by_worker(stack, config(stack), seen)
     assert state["type"] == "COMPLETED", state
-    failed = _run_by_worker(stack, config(stack, data={"path": "/nowhere"}), seen)
+    failed = _run_by_worker(stack, config(stack, data={"path": f"{stack.folder}/triton"}), seen)
     assert failed["type"] == "FAILED"
     _run_by_cli(stack, seen)
     return seen

@@ -6,11 +6,16 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+from websockets.typing import Origin
 
 from tests.support.local_servers import LocalServers, lasting_ports, request_json
 from tests.support.ranks import losses
@@ -37,8 +42,7 @@ def test_servers_are_used_where_the_environment_names_them(
     user_folder = UserFolder(tmp_path)
     user_folder.home.mkdir()
     shutil.copy(measured_hardware, user_folder.home)
-    addresses = {"PREFECT_API_URL": f"{servers.url('prefect')}/api", "MLFLOW_TRACKING_URI": servers.url("mlflow")}
-    outcome = json.loads(user_folder.run("pretrain", str(user_folder.config), "--json", **addresses)[0])
+    outcome = json.loads(user_folder.run("pretrain", str(user_folder.config), "--json", **servers.addresses)[0])
     run = servers.mlflow.get_run(outcome["mlflow_run_id"])
     assert run.info.status == "FINISHED"
     history = servers.mlflow.get_metric_history(run.info.run_id, "loss")
@@ -65,6 +69,42 @@ def test_a_password_in_a_url_gets_into_no_file_and_no_database(servers: LocalSer
         assert "model.path = 's3://***@bucket': contains credentials" in err
         assert "hunter2" not in out + err
     assert not [path for path in user_folder.home.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+
+
+@pytest.mark.slow
+def test_a_page_of_another_site_runs_nothing_and_reads_nothing(servers: LocalServers) -> None:
+    """It asks from its own origin, or under a name of its own that resolves to loopback (DNS rebinding)."""
+    runs = servers.prefect("/flow_runs/count", {})
+    (quickstart,) = servers.prefect("/deployments/filter", {"deployments": {"name": {"any_": ["quickstart"]}}})
+    prefect, mlflow = f"{servers.url('prefect')}/api", f"{servers.url('mlflow')}/api/2.0/mlflow/experiments"
+    start, command = f"{prefect}/deployments/{quickstart['id']}/create_flow_run", {"command": "touch /tmp/taken"}
+    origin, host = {"Origin": "http://evil.example"}, {"Host": "evil.example:4200"}
+    with httpx.Client(trust_env=False) as page:
+        for headers in (origin, host):
+            assert page.post(f"{prefect}/deployments/filter", json={}, headers=headers).status_code == 401
+            assert page.post(start, json={"job_variables": command}, headers=headers).status_code == 401
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        assert "access-control-allow-origin" not in page.options(start, headers=origin | asked).headers
+        own = {"Origin": servers.url("prefect")}
+        assert page.options(start, headers=own | asked).headers["access-control-allow-origin"] == own["Origin"]
+        assert page.post(f"{mlflow}/create", json={"name": "evil"}, headers=origin).status_code == 403
+        assert page.get(f"{mlflow}/search?max_results=1", headers=host).status_code == 403
+    with pytest.raises(InvalidStatus):
+        connect(f"{prefect.replace('http', 'ws')}/events/in", origin=Origin(origin["Origin"])).close()
+    assert servers.prefect("/flow_runs/count", {}) == runs
+
+
+@pytest.mark.slow
+def test_the_password_is_in_one_file_and_in_the_homes_profile_of_prefect(servers: LocalServers) -> None:
+    home = servers.user_folder.home
+    assert servers.password.startswith("admin:")
+    holders = [path for path in home.rglob("*") if path.is_file() and servers.password.encode() in path.read_bytes()]
+    assert {*holders} == {home / "up" / "prefect_auth", home / "prefect" / "profiles.toml"}
+    assert {path.stat().st_mode & 0o777 for path in holders} == {0o600}
+    command = [sys.executable, "-m", "prefect", "deployment", "ls"]
+    here = {"PREFECT_HOME": str(home / "prefect"), "PREFECT_API_URL": f"{servers.url('prefect')}/api"}
+    done = subprocess.run(command, env=os.environ | here, capture_output=True, text=True)
+    assert "Pretrain/quickstart" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.long

@@ -48,6 +48,17 @@ class LocalServers:
         """Runs under way as well; what it prints."""
         return self.user_folder.run("down", "--force")[0]
 
+    @property
+    def password(self) -> str:
+        """What Prefect asks for, as user:PASSWORD."""
+        return (self.user_folder.home / "up" / "prefect_auth").read_text()
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The environment of a program that uses these servers from elsewhere."""
+        prefect = {"PREFECT_API_URL": f"{self.url('prefect')}/api", "PREFECT_API_AUTH_STRING": self.password}
+        return prefect | {"MLFLOW_TRACKING_URI": self.url("mlflow")}
+
     def process(self, service: str) -> psutil.Process | None:
         """Of prefect, mlflow or worker; None if it does not run."""
         known = json.loads((self.user_folder.home / "up.json").read_text())
@@ -64,7 +75,7 @@ class LocalServers:
 
     def prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """GET, or POST where there is a body, below /api; its JSON."""
-        return request_json(f"{self.url('prefect')}/api{path}", body)
+        return request_json(f"{self.url('prefect')}/api{path}", body, password=self.password)
 
     def config(self, *overrides: str) -> dict[str, Any]:
         """The user's config, with `section.field=value` in YAML."""
@@ -124,15 +135,17 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"{url} did not answer within {READY_WITHIN_S} s")
 
 
-def request_json(url: str, body: dict[str, Any] | None = None) -> Any:
+def request_json(url: str, body: dict[str, Any] | None = None, *, password: str = "") -> Any:
     """GET, or POST if there is a body; the answer's JSON. Raises httpx.HTTPError for no answer or an error status.
 
     Prefect answers 503 while its database is locked; asks again then, as Prefect's own clients do.
     """
     method = "GET" if body is None else "POST"
+    user, _, secret = password.partition(":")
+    auth = (user, secret) if password else None
 
     def answer() -> httpx.Response | None:
-        reply = httpx.request(method, url, json=body, timeout=20, trust_env=False, follow_redirects=True)
+        reply = httpx.request(method, url, json=body, auth=auth, timeout=20, trust_env=False, follow_redirects=True)
         return None if reply.status_code == httpx.codes.SERVICE_UNAVAILABLE else reply
 
     reply = until(answer, f"an answer of {url}", within_s=60, every_s=0.5)

@@ -46,7 +46,7 @@ class ObservedRun:
     @classmethod
     def submitted(cls, servers: LocalServers, *overrides: str) -> ObservedRun:
         known = servers.user_folder.run_dirs()
-        flow_run_id = servers.submit("quickstart", servers.config(*SETTINGS, *overrides))
+        flow_run_id = servers.submit("pretrain", servers.config(*SETTINGS, *overrides))
         return cls(servers, _new_folder(servers, known), flow_run_id)
 
     @property

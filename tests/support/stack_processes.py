@@ -203,8 +203,8 @@ class Stack:
         return json.loads(text)
 
     def submit(self, config: dict[str, Any]) -> str:
-        """A run of the deployment `quickstart`; its id."""
-        found = self.prefect("/deployments/name/Pretrain/quickstart")
+        """A run of the deployment `pretrain`, whose form starts from the defaults; its id."""
+        found = self.prefect("/deployments/name/Pretrain/pretrain")
         begun = self.prefect(f"/deployments/{found['id']}/create_flow_run", {"parameters": {"config": config}})
         return str(begun["id"])
 

@@ -44,7 +44,8 @@ class HostConfig(Section):
     )
     tls: str = Field(
         "",
-        description="Folder with this client's ca.pem, cert.pem and key.pem for a tcp:// daemon; empty means no TLS.",
+        description="Folder with this client's ca.pem, cert.pem and key.pem for a tcp:// daemon. none: such a daemon "
+        "without TLS, which makes everybody who reaches its port root on the host. Empty for unix:// and ssh://.",
     )
     address: str = Field("127.0.0.1", description="IP address at which the other hosts reach this host's ranks.")
     interface: str = Field(

@@ -71,7 +71,12 @@ class ProfileConfig(Section):
 class RunConfig(Section):
     """A whole run: corpus, model, training, hosts, checks and registration."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Short name of the run.")
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="Short name of the run. It names the MLflow experiment too, and the registered model unless "
+        "registry.model_name does.",
+    )
     data: DataConfig = Field(DataConfig(), description="The corpus, and how it becomes tokens.")
     model: ModelConfig = Field(
         ModelConfig(), description="The shape of the model, and where its initial weights come from."
@@ -104,6 +109,11 @@ class RunConfig(Section):
     prices: PricesConfig = Field(PricesConfig(), description="Prices of devices, to say what a run costs.")
     alerts: AlertsConfig = Field(AlertsConfig(), description="When a run counts as stuck, so that an alert is sent.")
     trainer: TrainerConfig = Field(TrainerConfig(), description="A training program to run instead of Shardline's own.")
+    preset: str = Field(
+        "",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
+        description="Name of the preset that this config began with, for reports and hints. Shardline fills it in.",
+    )
 
     @property
     def objective(self) -> Literal["causal", "masked"]:

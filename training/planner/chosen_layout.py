@@ -201,7 +201,8 @@ def _why_best(ranking: Ranking) -> str:
     slower = next_best.step_s / best.step_s - 1
     if slower < 0:
         return f"{speed}; {next_best.layout} is {-slower:.1%} faster, which is less than the prediction can tell apart"
-    return f"the fastest that fits, {speed}; next is {next_best.layout}, {slower:.1%} slower"
+    behind = f"{slower:.1%} slower" if slower >= 5e-4 else "predicted as fast"
+    return f"the fastest that fits, {speed}; next is {next_best.layout}, {behind}"
 
 
 def _why_fewer_hosts(config: RunConfig, ranking: Ranking, fewer: FewerHosts, inventory: Inventory) -> str:

@@ -188,8 +188,9 @@ def _choose_compile(
             f"compile off: it would save {max(0.0, saved_s):,.0f} s of {steps * eager_s:,.0f} s of training, and takes "
             f"about {COMPILING_S:.0f} s to begin with",
         )
+    saved = f"{saved_s:,.0f} s" if saved_s < 7200 else f"{saved_s / 3600:,.1f} h"
     return compiled, (
-        f"compile on: a step is predicted to take {1 - split.step_s / eager_s:.1%} less time, {saved_s:,.0f} s in all, "
+        f"compile on: a step is predicted to take {1 - split.step_s / eager_s:.1%} less time, {saved} in all, "
         f"for about {COMPILING_S:.0f} s to begin with; all hosts have what it needs",
     )
 

@@ -145,7 +145,7 @@ class ComposeStack:
         (run,) = self.mlflow("runs/search", {"experiment_ids": [experiment], "filter": which})["runs"]
         return dict(run)
 
-    def submit(self, deployment: str = "Pretrain/quickstart", **changes: Any) -> str:
+    def submit(self, deployment: str = "Pretrain/pretrain", **changes: Any) -> str:
         """A run as from the form; returns its id."""
         config = CONFIG | changes
         found = self.prefect(f"/deployments/name/{deployment}")

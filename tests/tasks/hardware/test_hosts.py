@@ -12,8 +12,8 @@ from tasks.hardware.hosts import binds, docker_hosts, memory_binds, read_hosts, 
 from training.config.launch import HostConfig, LaunchConfig
 from training.config.run import CheckpointConfig
 
-HERE = {"name": "a", "address": "10.0.0.1", "interface": "eth0", "docker": "tcp://10.0.0.1:2375"}
-THERE = {"name": "b", "address": "10.0.0.2", "interface": "eth0", "docker": "tcp://10.0.0.2:2375"}
+HERE = {"name": "a", "address": "10.0.0.1", "interface": "eth0", "docker": "tcp://10.0.0.1:2375", "tls": "none"}
+THERE = {"name": "b", "address": "10.0.0.2", "interface": "eth0", "docker": "tcp://10.0.0.2:2375", "tls": "none"}
 
 
 def launch(*hosts: dict[str, Any], **more: Any) -> LaunchConfig:
@@ -60,6 +60,7 @@ def test_a_hosts_file_says_the_same_as_the_config(tmp_path: Path) -> None:
         ({"address": "gpu2"}, "host b: address = 'gpu2' is not an IP address"),
         ({"interface": ""}, "host b: interface is empty: with several hosts, give the one that has 10.0.0.2"),
         ({"tls": "/nowhere/at/all"}, "host b: /nowhere/at/all has no ca.pem, cert.pem, key.pem"),
+        ({"tls": ""}, "host b: without TLS whoever reaches tcp://10.0.0.2:2375 is root on that host: .*; tls: none"),
         ({"docker": "ssh://me@b", "tls": "/etc"}, "host b: tls is for tcp:// daemons, not ssh://me@b"),
         ({"home": "runs"}, "host b: home = runs is relative"),
         ({"gpus": 4, "gpu_ids": ["0", "1"]}, "host b: gpus = 4, but 2 gpu_ids"),
@@ -104,7 +105,8 @@ def test_more_hosts_needed_than_the_file_has(tmp_path: Path) -> None:
 
 
 def test_one_host_alone_may_meet_itself_on_loopback() -> None:
-    (host,) = read_hosts(launch({"docker": "tcp://10.0.0.1:2375"}))
+    (host,) = read_hosts(launch({"docker": "tcp://10.0.0.1:2375", "tls": "none"}))
+    assert docker_hosts([host], home=Path("/runs"))[0].tls_dir is None
     assert (host.name, host.address, host.interface) == ("10.0.0.1", "127.0.0.1", "")
 
 

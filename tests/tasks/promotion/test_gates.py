@@ -21,11 +21,23 @@ def version(
 CHAMPION = version(3, 2.5)
 CASES = {
     "no champion": (version(1, 9.9), None, 0.0, True, "validation loss 9.9000, and there is no champion yet"),
-    "better": (version(4, 2.4), CHAMPION, 0.0, True, "champion m/3 2.5000: +0.1000 nats per token"),
-    "worse": (version(4, 2.6), CHAMPION, 0.0, False, "-0.1000 nats per token, needed: better"),
-    "equal": (version(4, 2.5), CHAMPION, 0.0, False, "+0.0000 nats per token, needed: better"),
-    "better by enough": (version(4, 2.25), CHAMPION, 0.25, True, "which is at least 0.25 better"),
-    "better, not by enough": (version(4, 2.4), CHAMPION, 0.25, False, "needed: at least 0.25 better"),
+    "better": (version(4, 2.4), CHAMPION, 0.0, True, "0.1000 nats per token below champion m/3's 2.5000"),
+    "worse": (
+        version(4, 2.6),
+        CHAMPION,
+        0.0,
+        False,
+        "0.1000 nats per token above champion m/3's 2.5000 (needed: below)",
+    ),
+    "equal": (
+        version(4, 2.5),
+        CHAMPION,
+        0.0,
+        False,
+        "0.0000 nats per token above champion m/3's 2.5000 (needed: below)",
+    ),
+    "better by enough": (version(4, 2.25), CHAMPION, 0.25, True, "(needed: at least 0.25 below)"),
+    "better, not by enough": (version(4, 2.4), CHAMPION, 0.25, False, "(needed: at least 0.25 below)"),
     "other data": (
         version(4, 1.0, dataset="b" * 64),
         CHAMPION,
@@ -43,7 +55,7 @@ CASES = {
         False,
         "other tokens (1,000 held-out tokens, champion's 2,000)",
     ),
-    "worse, within the tolerance": (version(4, 2.6), CHAMPION, -0.25, True, "which is at least -0.25 better"),
+    "worse, within the tolerance": (version(4, 2.6), CHAMPION, -0.25, True, "(needed: at most 0.25 above)"),
     "parity failed, no champion": (
         version(1, 2.0, parity=False),
         None,
@@ -110,7 +122,13 @@ def test_the_latency_budget_is_held_against_the_smoke_test() -> None:
 NEW = {"first": 2.0, "june": 2.5}
 SOURCES: dict[str, tuple[dict[str, float], dict[str, float], dict[str, object], bool, str]] = {
     "no worse": (NEW, {"first": 2.01, "june": 2.9}, {"max_regression": 0.0}, True, "2 sources compared"),
-    "worse within the bound": (NEW, {"first": 1.98, "june": 2.9}, {"max_regression": 0.05}, True, "+0.0200 on first"),
+    "worse within the bound": (
+        NEW,
+        {"first": 1.98, "june": 2.9},
+        {"max_regression": 0.05},
+        True,
+        "the least good is first, +0.0200 nats per token",
+    ),
     "one is forgotten": (
         NEW,
         {"first": 1.9, "june": 2.9},

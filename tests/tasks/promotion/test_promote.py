@@ -184,7 +184,7 @@ def test_a_champion_that_changed_since_the_judgement_is_judged_against(client: M
     with promotion_lock(client, "tiny", what="a test") as lock:
         refused = begin(client, lock, Request("tiny", "ada"), case)
     assert not isinstance(refused, Move)
-    assert "champion tiny/2 2.5000: -0.2500 nats per token" in refused.verdict
+    assert "0.2500 nats per token above champion tiny/2's 2.5000" in refused.verdict
     tags = client.get_model_version("tiny", "3").tags
     assert tags[f"{TAG}gate.loss"].startswith("not passed: validation loss 2.7500")
     assert tags[f"{TAG}gate.approval"] == "passed: by ada"
@@ -198,7 +198,7 @@ def test_a_champion_measured_on_the_challengers_data_is_compared_there(client: M
     version = client.get_model_version("tiny", "4")
     assert "other data" in judge_records(client, version, terms=Terms(), champion=1).text
     note_evaluation(client, "tiny", 1, dataset="b" * 64, loss=1.5, tokens=399)
-    assert "champion tiny/1 1.5000: -0.5000" in judge_records(client, version, terms=Terms(), champion=1).text
+    assert "0.5000 nats per token above champion tiny/1's 1.5000" in judge_records(client, version, terms=Terms(), champion=1).text
     for number, loss in ((1, 1.75), (4, 1.25)):  # both, on a text that neither was registered with
         note_evaluation(client, "tiny", number, dataset="c" * 64, loss=loss, tokens=5000)
     version = client.get_model_version("tiny", "4")

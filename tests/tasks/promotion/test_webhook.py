@@ -16,7 +16,15 @@ from tasks.promotion.webhook import DELIVERY, SIGNATURE, TIMESTAMP, build_receiv
 SECRET = "0123456789abcdef"
 
 
-def delivery(*, alias: str = "challenger", at: float | None = None, name: str = "one", secret: str = SECRET) -> Any:
+def delivery(
+    *,
+    alias: str = "challenger",
+    at: float | None = None,
+    sent: str = "",
+    name: str = "one",
+    secret: str = SECRET,
+) -> Any:
+    """What MLflow posts, signed; `sent`: its header of the time, instead of that of `at`."""
     body = json.dumps(
         {
             "entity": "model_version_alias",
@@ -25,7 +33,7 @@ def delivery(*, alias: str = "challenger", at: float | None = None, name: str = 
             "data": {"name": "tiny", "alias": alias, "version": "4"},
         }
     )
-    sent = str(int(at if at is not None else time.time()))
+    sent = sent or str(int(at if at is not None else time.time()))
     signature = _generate_hmac_signature(secret, name, sent, body)
     return {"content": body, "headers": {DELIVERY: name, TIMESTAMP: sent, SIGNATURE: signature}}
 
@@ -76,6 +84,9 @@ def test_what_is_not_from_our_mlflow_or_not_from_now_is_refused(
         assert reply.status_code == 401
         assert why in reply.json()["detail"]
     assert receiver.post("/mlflow", content=b" " * 100_001).status_code == 413
+    for no_time in (10**400, -(10**400), "1e9", "soon"):
+        reply = receiver.post("/mlflow", **delivery(sent=str(no_time)))
+        assert (reply.status_code, "is not a time" in reply.json()["detail"]) == (400, True)
     assert challengers == []
 
 

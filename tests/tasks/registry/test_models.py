@@ -37,7 +37,10 @@ def test_references_lead_to_the_files_where_they_are(store: Store, ref: str) -> 
     assert {path.name for path in model.export_dir.iterdir()} == {*record.files, "export.json"}
 
 
-@pytest.mark.parametrize("ref", ["", "tiny@", "@champion", "tiny/x", "tiny/", "tiny/1@champion", "a/b/1"])
+@pytest.mark.parametrize(
+    "ref",
+    ["", "tiny@", "@champion", "tiny/x", "tiny/", "tiny/1@champion", "a/b/1", "a\n@champion", "a/１", "a@b\n"],
+)
 def test_references_that_name_nothing_are_refused(store: Store, ref: str) -> None:
     with pytest.raises(ValueError, match="NAME@champion or NAME/3"):
         resolve(ref, tracking_uri=store.uri)

@@ -48,7 +48,7 @@ def test_a_better_run_takes_the_champions_place_and_a_worse_one_stays_challenger
     register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
     worse = register_model(store.finished_run("two", loss=3.5, checkpoint="d"), tracking_uri=store.uri)
     assert (worse.version, worse.alias) == (2, "challenger")
-    assert "-0.5000 nats per token" in worse.verdict
+    assert "0.5000 nats per token above" in worse.verdict
     assert aliases(store) == {"champion": 1, "challenger": 2}
     better = register_model(store.finished_run("three", loss=2.5, checkpoint="e"), tracking_uri=store.uri)
     assert (better.version, better.alias) == (3, "champion")

@@ -119,7 +119,7 @@ def test_each_attempt_costs_what_its_hosts_cost(run: TrackedRun) -> None:
 def test_the_page_lists_settings_that_differ_and_the_lineage(run: TrackedRun) -> None:
     preset = run.begun_with.model_dump() | {"train": run.begun_with.train.model_dump() | {"steps": 9}}
     page = words(page_of(run, preset=preset, links={"MLflow": "http://127.0.0.1:5000/#/runs/1"}))
-    assert "Settings that differ from preset tiny: train.steps = 8, not 9." in page
+    assert "Settings that differ from its preset: train.steps = 8, not 9." in page
     assert "train.global_batch 8 16" in page
     result = TrainResult.read(run.folder / "result.json")
     for known in ("f" * 40, result.checkpoint_sha256, "a" * 64, "m" * 32, "http://127.0.0.1:5000/#/runs/1"):
