@@ -198,11 +198,17 @@ def test_a_champion_measured_on_the_challengers_data_is_compared_there(client: M
     version = client.get_model_version("tiny", "4")
     assert "other data" in judge_records(client, version, terms=Terms(), champion=1).text
     note_evaluation(client, "tiny", 1, dataset="b" * 64, loss=1.5, tokens=399)
-    assert "0.5000 nats per token above champion tiny/1's 1.5000" in judge_records(client, version, terms=Terms(), champion=1).text
+    assert (
+        "0.5000 nats per token above champion tiny/1's 1.5000"
+        in judge_records(client, version, terms=Terms(), champion=1).text
+    )
     for number, loss in ((1, 1.75), (4, 1.25)):  # both, on a text that neither was registered with
         note_evaluation(client, "tiny", number, dataset="c" * 64, loss=loss, tokens=5000)
     version = client.get_model_version("tiny", "4")
-    assert "champion tiny/1 1.7500: +0.5000" in judge_records(client, version, terms=Terms(), champion=1).text
+    assert (
+        "0.5000 nats per token below champion tiny/1's 1.7500"
+        in judge_records(client, version, terms=Terms(), champion=1).text
+    )
 
 
 def test_approval_by_a_tag_is_waited_for_and_names_who_gave_it(client: MlflowClient) -> None:
