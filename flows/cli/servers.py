@@ -58,20 +58,17 @@ def _up(options: argparse.Namespace) -> None:
         print(json.dumps(found))
         return
     password = password_of_up()
-    export = f"export PREFECT_API_URL={found['prefect']}/api"
     rows = [
         ("Prefect: deployments, runs", found["prefect"]),
         *([("its page asks for", password)] if password else []),
-        (
-            "scripts and `prefect`",
-            f"{export} PREFECT_API_AUTH_STRING=$(cat {shlex.quote(str(home() / FILE))})" if password else export,
-        ),
         ("MLflow: metrics, models", f"{found['mlflow']}/#/experiments?workflowType=machine_learning"),
         ("a worker takes runs of pool", found["worker"]),
         ("a run", "shardline pretrain quickstart, or Deployments > quickstart > Custom run in Prefect"),
         ("the end", "shardline down"),
     ]
     print_pairs("up", rows)
+    secret = f" PREFECT_API_AUTH_STRING=$(cat {shlex.quote(str(home() / FILE))})" if password else ""
+    print(f"for scripts and Prefect's own command: export PREFECT_API_URL={found['prefect']}/api{secret}")
 
 
 def _down(options: argparse.Namespace) -> None:
