@@ -60,8 +60,8 @@ def compare(
     """Train `config` under each of `strategies` and report how they compare.
 
     strategies: ddp, fsdp+tp2, NAME=section.field=value, … target_loss: count the steps to it; 0: to the lowest that
-    all reach. baseline: run on one device as well. run_id: continue this comparison. overrides: section.field=value of
-    `config`, which leaves to its deployment what it does not have.
+    all reach. baseline: run on one device as well. run_id: continue this comparison. overrides: section.field=value, as
+    on the command line.
     """
     config = with_overrides(config.model_dump(mode="json"), overrides) if overrides else config
     check_comparable(config)

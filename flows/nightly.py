@@ -21,7 +21,7 @@ from training.config.run import RunConfig
 
 
 def night_name() -> str:
-    """Return the flow run's name: the model, and the date on which this machine's night began."""
+    """Return the flow run's name: the model, and the date on which the run is due, in this machine's time zone."""
     config: RunConfig = flow_run.parameters["config"]
     due: datetime.datetime = flow_run.scheduled_start_time
     return f"{config.name}, {due.astimezone():%Y-%m-%d}"

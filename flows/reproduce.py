@@ -6,6 +6,7 @@ from flows.prefect_ui import links
 from flows.prefect_ui.flow import shardline_flow
 from flows.stages import training as stages
 from flows.stages.crashed_runs import reconcile_statuses
+from flows.stages.job_checks import check_job
 from tasks.comparison.reproduce import Agreement, compare, find_original, pinned, require_same_data
 from tasks.tracking.mlflow_run import git_commit, tracked
 
@@ -15,6 +16,7 @@ def reproduce(ref: str) -> Agreement:
     """Train again what `ref` (a run's ID, MODEL@ALIAS or MODEL/VERSION) trained, and compare every logged loss."""
     original = find_original(ref)
     config, tags = pinned(original), {"shardline.reproduces": original.run_id}
+    check_job(config)
     reconcile_statuses()
     with tracked(config, run_id=stages.new_run_id(config.name), tags=links.prefect_tags() | tags) as run:
         links.link(run)

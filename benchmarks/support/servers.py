@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import time
 from contextlib import closing
-from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import httpx
 
 from benchmarks.support.metric_writers import METRICS
 from flows.servers.deploy import POOL
@@ -22,7 +18,6 @@ from tests.support.user_folder import UserFolder
 REPO = Path(__file__).parents[2]
 UNSET = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME")
 POLL_S = 0.1
-BUSY_TRIES = 10
 
 
 class Servers(LocalServers):
@@ -40,17 +35,6 @@ class Servers(LocalServers):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
-
-    def prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send the request again while Prefect's database is busy (503), as Prefect's own client does."""
-        for _ in range(BUSY_TRIES):
-            try:
-                return super().prefect(path, body)
-            except httpx.HTTPStatusError as error:
-                if error.response.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
-                    raise
-                time.sleep(1)
-        return super().prefect(path, body)
 
     def deploy(self, flow: str, *, name: str, entrypoint: str) -> None:
         """Deploy a flow into a queue without a concurrency limit."""

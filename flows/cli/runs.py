@@ -117,7 +117,7 @@ def _plan(options: argparse.Namespace) -> None:
         return
     config = load_config(options.preset or "quickstart", options.overrides)
     with_text = bool(config.data.path or config.data.sources)
-    if with_text:
+    if with_text and options.hosts is None:  # other machines have other files
         check_inputs(config)
     plan = plan_run(config, inventory=_inventory(config, hosts=options.hosts))
     check_weights(config)
@@ -127,7 +127,7 @@ def _plan(options: argparse.Namespace) -> None:
         fewer = plan.steps == plan.steps_in_time < config.train.steps
         all_steps = command_for_all_steps(config) if fewer else ""
         more = [("all its steps", all_steps)] if all_steps else []
-        more += [] if with_text else [("text", "none was looked at, because data.path is empty")]
+        more += [] if with_text else [("text", "none: data.path is empty, and a run needs one")]
         print_pairs(f"plan of {config.name}", describe_plan(plan) + more)
 
 

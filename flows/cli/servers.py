@@ -111,11 +111,16 @@ def _deploy(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"deployments": {name: asdict(changes) for name, changes in changed.items()}}))
         return
-    rows = [
-        (name, f"{len(changes.followed)} follow prefect.yaml, {len(changes.kept)} kept, {len(changes.dropped)} dropped")
-        for name, changes in changed.items()
-    ]
-    print_pairs("settings that changed or differ", rows)
+    rows = []
+    for name, changes in changed.items():
+        parts = (
+            ("brought up to date", changes.followed),
+            ("as set in Prefect", changes.kept),
+            ("taken off, as this version does not have them", changes.dropped),
+        )
+        done = "; ".join(f"{what}: {', '.join(fields)}" for what, fields in parts if fields)
+        rows.append((name, "made" if changes.made else done or "as prefect.yaml has it"))
+    print_pairs("deployments", rows)
 
 
 def _alerts(options: argparse.Namespace) -> int:

@@ -133,10 +133,17 @@ def prepare_process(flow: Any, flow_run: Any, state: Any) -> None:
     for room in map(logging.getLogger, ("flows", "tasks")):
         if room.level == logging.NOTSET:
             room.setLevel(logging.INFO)
+    for prefect in map(logging.getLogger, ("prefect.flow_runs", "prefect.engine")):
+        prefect.addFilter(_is_no_cancel)
     keep_password_apart()
     Console.on_broken_pipe = _mute  # type: ignore[method-assign, assignment]
     with get_client(sync_client=True) as client:
         client.update_flow_run_labels(flow_run.id, {PROCESS: process_key(os.getpid())})
+
+
+def _is_no_cancel(record: logging.LogRecord) -> bool:
+    """Leave out the tracebacks that Prefect logs, twice, for a flow run that ended as Cancelled."""
+    return not (record.exc_info and isinstance(record.exc_info[1], CancelledRun))
 
 
 def _mute(console: Console) -> None:

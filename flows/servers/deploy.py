@@ -22,7 +22,7 @@ import tzlocal
 import yaml
 from pydantic import ValidationError
 
-from flows.presets import PRESETS_FILE, Shape, shape_of
+from flows.presets import PRESETS_FILE, Shape, shape_of, with_overrides
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
 from training.records.record import read_fields, write_atomically
@@ -47,8 +47,9 @@ _MISSING: Any = object()
 
 @dataclass
 class Changes:
-    """What a deploy did to a deployment that was there: fields by their names, `config.data.path`."""
+    """What a deploy did to a deployment: fields by their names, `config.data.path`."""
 
+    made: bool = False  # there was none
     followed: list[str] = field(default_factory=list)  # became as prefect.yaml has them now
     kept: list[str] = field(default_factory=list)  # stayed as somebody set them
     dropped: list[str] = field(default_factory=list)  # this version's config has no such field
@@ -87,7 +88,7 @@ def deploy(*, reset: Collection[str] = ()) -> dict[str, Changes]:
 
     What somebody set in Prefect stays: parameters field by field, tags, schedules, limit, description. Fields that
     this version's config lacks are dropped, so that the next run is not refused. `reset`: deployments that become as
-    the file has them. Returns what happened to those that existed. Raises ValueError for a name that is in no entry.
+    the file has them. Returns what happened to each. Raises ValueError for a name that is in no entry.
     """
     from prefect.client.orchestration import get_client
 
@@ -100,19 +101,15 @@ def deploy(*, reset: Collection[str] = ()) -> dict[str, Changes]:
     try:
         with get_client(sync_client=True) as client:
             for name, entry in entries.items():
-                changes = _deployed(client, entry, records=records, reset=name in reset)
-                if changes is not None:
-                    found[name] = changes
-                    _say(name, changes)
+                found[name] = _deployed(client, entry, records=records, reset=name in reset)
+                _say(name, found[name])
     finally:
         write_atomically(path, json.dumps(records, indent=2))
     return found
 
 
-def _deployed(
-    client: SyncPrefectClient, entry: Mapping[str, Any], *, records: dict[str, Any], reset: bool
-) -> Changes | None:
-    """Make or update one deployment, and its record; returns what changed in one that existed."""
+def _deployed(client: SyncPrefectClient, entry: Mapping[str, Any], *, records: dict[str, Any], reset: bool) -> Changes:
+    """Make or update one deployment, and its record."""
     from prefect.client.schemas.actions import DeploymentUpdate
     from prefect.exceptions import ObjectNotFound
     from prefect.flows import load_flow_from_entrypoint
@@ -138,10 +135,11 @@ def _deployed(
         settings = file | {"schedules": _schedules(file)}
         made = client.create_deployment(flow_id, name, pull_steps=[], **code, **place, **usual, **settings)
         records[str(made)] = file
-        return None
+        return Changes(made=True)
     now, changes = _of_server(known), Changes()
     before = records.get(str(known.id)) or _of_file(entry, timezone=None) | UNRECORDED.get(name, {})
-    wanted = _merged(file, now if reset else before, now, filled=_filled(before), shape=SHAPE, changes=changes)
+    merged = _merged(file, now if reset else before, now, filled=_filled(before), shape=SHAPE, changes=changes)
+    wanted = deepcopy(merged)
     wanted["parameters"] = {key: value for key, value in wanted["parameters"].items() if key in schema["properties"]}
     changes.dropped += [key for key in now["parameters"] if key not in schema["properties"]]
     if "config" in wanted["parameters"]:
@@ -278,8 +276,7 @@ def _drop_unknown(name: str, config: dict[str, Any], changes: Changes) -> None:
     try:
         RunConfig.model_validate(config)
     except ValidationError as error:
-        problems = error.errors(include_input=False, include_url=False)
-        for problem in problems:
+        for problem in error.errors(include_input=False, include_url=False):
             if problem["type"] == "extra_forbidden":
                 *sections, last = problem["loc"]
                 part: Any = config
@@ -287,12 +284,11 @@ def _drop_unknown(name: str, config: dict[str, Any], changes: Changes) -> None:
                     part = part[section]
                 del part[last]
                 changes.dropped.append(".".join(map(str, ("config", *problem["loc"]))))
-        rest = [each for each in problems if each["type"] != "extra_forbidden"]
-        if rest:
-            why = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in rest)
-            logger.warning(
-                "deployment %s will refuse its runs: %s: change it on its page (%s)", name, why, _way_back(name)
-            )
+    try:
+        with_overrides(deepcopy(config), ())
+    except ValueError as error:
+        why = "; ".join(str(error).splitlines())
+        logger.warning("deployment %s will refuse its runs: %s: change it on its page (%s)", name, why, _way_back(name))
 
 
 def _way_back(name: str) -> str:
@@ -309,3 +305,16 @@ def _say(name: str, changes: Changes) -> None:
         logger.warning(
             "deployment %s loses settings that this version does not have: %s", name, ", ".join(changes.dropped)
         )
+
+
+def reconcile_now() -> None:
+    """Start a run of `reconcile`: what ended while the servers were stopped need not wait for its schedule."""
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import PrefectException
+
+    try:
+        with get_client(sync_client=True) as client:
+            deployment = client.read_deployment_by_name("Reconcile/reconcile")
+            client.create_flow_run_from_deployment(deployment.id)
+    except (httpx.HTTPError, PrefectException) as error:
+        logger.warning("could not start a run of `reconcile` (%s); its schedule starts one within the hour", error)

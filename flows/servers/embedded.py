@@ -71,10 +71,10 @@ def start_prefect_server() -> Callable[[], None]:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if "PREFECT_API_URL" in os.environ:
-        return lambda: None
-    if settings := client_settings():
-        os.environ |= settings
+    of_up = client_settings()
+    url = os.environ.get("PREFECT_API_URL", of_up.get("PREFECT_API_URL"))
+    if url is not None:
+        os.environ |= of_up if url == of_up.get("PREFECT_API_URL") else {}
         return lambda: None
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
     folder, first = Path(os.environ["PREFECT_HOME"]), ExitStack()

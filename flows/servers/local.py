@@ -23,7 +23,7 @@ import httpx
 import psutil
 
 from flows.servers.alerts import read_alerts, set_up_alerts
-from flows.servers.deploy import POOL, deploy, make_pool, worker_name
+from flows.servers.deploy import POOL, deploy, make_pool, reconcile_now, worker_name
 from flows.servers.embedded import first_start
 from flows.servers.password import client_settings, keep_password, password_of_up, server_settings
 from tasks.display.progress import time_progress
@@ -79,10 +79,10 @@ def up(*, prefect_port: int, mlflow_port: int, password: bool = True) -> dict[st
             deploy()
             _wait("worker", _worker_is_online)
             if missing:
-                _reconcile_now()
+                reconcile_now()
             set_up_alerts(alerts)
-            if "prefect" not in missing and password != bool(password_of_up()):
-                logger.warning("Prefect runs already, and asks for a password as before: `shardline down` first")
+            if not password and password_of_up():
+                logger.warning("Prefect runs already and goes on asking for its password: `shardline down` first")
             if not password_of_up():
                 logger.warning(
                     "Prefect asks for no password: any page in a browser of this machine can run commands as you"
@@ -164,19 +164,6 @@ def _use_prefect() -> None:
         profiles.touch(mode=0o600)
         profiles.chmod(0o600)
         update_current_profile({PREFECT_API_AUTH_STRING: password_of_up() or None})
-
-
-def _reconcile_now() -> None:
-    """Start a run of `reconcile`: runs that ended while the servers were stopped need not wait for its schedule."""
-    from prefect.client.orchestration import get_client
-    from prefect.exceptions import PrefectException
-
-    try:
-        with get_client(sync_client=True) as client:
-            deployment = client.read_deployment_by_name("Reconcile/reconcile")
-            client.create_flow_run_from_deployment(deployment.id)
-    except (httpx.HTTPError, PrefectException) as error:
-        logger.warning("could not start a run of `reconcile` (%s); its schedule starts one within the hour", error)
 
 
 def _worker_is_online() -> bool:

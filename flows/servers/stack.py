@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from flows.servers.alerts import read_alerts, set_up_alerts
-from flows.servers.deploy import POOL, deploy, make_pool, worker_name
+from flows.servers.deploy import POOL, deploy, make_pool, reconcile_now, worker_name
 from flows.servers.password import new_password, write_secret
 from tasks.operations.images import copy_sources
 from tasks.operations.ps import known_hosts, list_running
@@ -115,6 +115,7 @@ def work() -> None:
     _check_pool(kind)
     make_pool(kind=kind, template=job_template() if kind == "docker" else None)
     deploy()
+    reconcile_now()
     set_up_alerts(alerts)
     if kind == "docker":
         remove_old_containers()

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 ALIVE = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
 SETTLED_S = 60.0  # a busy machine needs this long to start the process of a new state
-REPORTED_WITHIN_S = 3600.0  # older ends are not reported
+REPORTED_WITHIN_S = 24 * 3600.0  # older ends are not reported; `reconcile` is hourly, and may fail
 REPORTED_LATER = "reported later, by another process"
 
 
@@ -87,7 +87,7 @@ def mark_crashed_flow_runs() -> None:
 
 
 def report_unreported_ends() -> None:
-    """Emit events for Shardline's outermost flow runs that ended in the last hour and did not emit one themselves."""
+    """Emit events for Shardline's outermost flow runs that ended within a day and did not emit one themselves."""
     ended = FlowRunFilter(
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.FAILED, StateType.CRASHED])),
         end_time=FlowRunFilterEndTime(after_=datetime.now(UTC) - timedelta(seconds=REPORTED_WITHIN_S)),

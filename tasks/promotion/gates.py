@@ -104,7 +104,7 @@ def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improve
 def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Check:
     """Check for each source of the same held-out text that the loss is not worse than the champion's by too much."""
     if champion is None:
-        return Check("sources", True, "no source is worse than a champion's, as there is none")
+        return Check("sources", True, "there is no champion yet whose losses by source could be compared")
     new, old = challenger.by_source or {}, champion.by_source or {}
     if other := _other_data(challenger, champion):
         return Check("sources", False, f"losses by source cannot be compared: {other}")
@@ -126,7 +126,8 @@ def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: G
     if worse:
         return Check("sources", False, f"worse than champion {champion.name}/{champion.version} on {'; '.join(worse)}")
     worst = max(changes, key=lambda name: changes[name], default="")
-    largest = f"; the least good is {worst}, {changes[worst]:+.4f} nats per token" if worst else ""
+    side = "below" if worst and changes[worst] < 0 else "above"
+    largest = f"; the least good, {worst}, is {abs(changes[worst]):.4f} nats per token {side} it" if worst else ""
     return Check("sources", True, f"{len(changes)} sources compared with the champion's{largest}")
 
 

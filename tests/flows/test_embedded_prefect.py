@@ -51,8 +51,9 @@ def check_others_are_refused(server: psutil.Process) -> None:
     url = f"http://127.0.0.1:{command[command.index('--port') + 1]}/api/flow_runs/filter"
     origin = {"Origin": "http://evil.example"}
     for headers in ({}, origin, {"Host": "evil.example"}):
-        assert httpx.post(url, json={}, headers=headers, trust_env=False).status_code == 401
-    preflight = httpx.options(url, headers=origin | {"Access-Control-Request-Method": "POST"}, trust_env=False)
+        assert httpx.post(url, json={}, headers=headers, trust_env=False, timeout=60).status_code == 401
+    asked = origin | {"Access-Control-Request-Method": "POST"}
+    preflight = httpx.options(url, headers=asked, trust_env=False, timeout=60)
     assert "access-control-allow-origin" not in preflight.headers
 
 

@@ -73,9 +73,9 @@ class LocalServers:
             member.kill()
         psutil.wait_procs(family, timeout=10)
 
-    def prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """GET, or POST where there is a body, below /api; its JSON."""
-        return request_json(f"{self.url('prefect')}/api{path}", body, password=self.password)
+    def prefect(self, path: str, body: Any = None, *, method: str = "") -> Any:
+        """By default GET, or POST where there is a body, below /api; its JSON."""
+        return request_json(f"{self.url('prefect')}/api{path}", body, password=self.password, method=method)
 
     def config(self, *overrides: str) -> dict[str, Any]:
         """The user's config, with `section.field=value` in YAML."""
@@ -135,12 +135,13 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"{url} did not answer within {READY_WITHIN_S} s")
 
 
-def request_json(url: str, body: dict[str, Any] | None = None, *, password: str = "") -> Any:
-    """GET, or POST if there is a body; the answer's JSON. Raises httpx.HTTPError for no answer or an error status.
+def request_json(url: str, body: Any = None, *, password: str = "", method: str = "") -> Any:
+    """By default GET, or POST if there is a body; the answer's JSON. Raises httpx.HTTPError for no answer or an error
+    status. `password`: user:PASSWORD.
 
     Prefect answers 503 while its database is locked; asks again then, as Prefect's own clients do.
     """
-    method = "GET" if body is None else "POST"
+    method = method or ("GET" if body is None else "POST")
     user, _, secret = password.partition(":")
     auth = (user, secret) if password else None
 

@@ -127,7 +127,7 @@ SOURCES: dict[str, tuple[dict[str, float], dict[str, float], dict[str, object], 
         {"first": 1.98, "june": 2.9},
         {"max_regression": 0.05},
         True,
-        "the least good is first, +0.0200 nats per token",
+        "the least good, first, is 0.0200 nats per token above it",
     ),
     "one is forgotten": (
         NEW,
