@@ -63,7 +63,7 @@ def compare(
     all reach. baseline: run on one device as well. run_id: continue this comparison. overrides: section.field=value, as
     on the command line.
     """
-    config = with_overrides(config.model_dump(mode="json"), overrides) if overrides else config
+    config = with_overrides(config, overrides)
     check_comparable(config)
     if run_id and not mlflow_run.read_run(run_id).is_of(config):
         raise ValueError(
@@ -152,7 +152,7 @@ class Children:
 
     def config_of(self, strategy: ComparedStrategy) -> RunConfig:
         """Return the config with the strategy's overrides. Raises ValueError for settings that exclude each other."""
-        return with_overrides(self.config.model_dump(mode="json"), strategy.overrides)
+        return with_overrides(self.config, strategy.overrides)
 
     def inventory(self, config: RunConfig, run: TrackedRun) -> Inventory:
         """Measure this machine once for all strategies; a run on one device gets one of them. Check hosts each time."""

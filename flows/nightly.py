@@ -41,7 +41,7 @@ def pretrain_nightly(
     replay: share of the night's tokens that come from the text of earlier nights. max_slices: most earlier nights
     that are replayed and compared. overrides: section.field=value, as on the command line.
     """
-    config = with_overrides(config.model_dump(mode="json"), overrides) if overrides else config
+    config = with_overrides(config, overrides)
     check_job(config)
     night = find_new_text(
         config, min_new_mib=min_new_mib, replay=replay, max_slices=max_slices, tracking_uri=tracking_uri()

@@ -43,8 +43,9 @@ def load_config(preset: str, overrides: Sequence[str] = ()) -> RunConfig:
     return with_overrides(_read(preset), overrides)
 
 
-def with_overrides(content: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Apply overrides to `content`, in place, and validate it. Raises as `load_config` does."""
+def with_overrides(config: RunConfig | dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """Return the config with the overrides; a mapping changes in place. Raises as `load_config` does."""
+    content = config.model_dump() if isinstance(config, RunConfig) else config
     return _validated(RunConfig, content, overrides)
 
 

@@ -34,7 +34,7 @@ def pretrain(
     config: what to train, on what, how; what it leaves out is the deployment's. dry_run: plan only. run_id: resume this
     run; force: however `config` changed. overrides: section.field=value, as on the command line.
     """
-    config = with_overrides(config.model_dump(mode="json"), overrides) if overrides else config
+    config = with_overrides(config, overrides)
     if dry_run:
         return stages.plan(config, stages.hardware(config))
     reconcile_statuses()

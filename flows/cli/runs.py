@@ -71,7 +71,7 @@ def _resume(options: argparse.Namespace) -> int:
     refuse_if_owned(run.folder)  # at once, before its settings are looked at and any server is started
     if _is_comparison(run.folder):
         return _resume_comparison(run, options)
-    config = with_overrides(latest_config(run.folder, begun_with=run.begun_with).model_dump(), options.overrides)
+    config = with_overrides(latest_config(run.folder, begun_with=run.begun_with), options.overrides)
     return _run_pretrain(config, run_id=run.run_id, force=options.force, as_json=options.json)
 
 

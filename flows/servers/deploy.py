@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from flows.presets import PRESETS_FILE, Shape, shape_of, with_overrides
 from tasks.workspace.paths import home
+from training.config.credentials import without_url_credentials
 from training.config.run import RunConfig
 from training.records.record import read_fields, write_atomically
 
@@ -47,7 +48,7 @@ _MISSING: Any = object()
 
 @dataclass
 class Changes:
-    """What a deploy did to a deployment: fields by their names, `config.data.path`."""
+    """The settings of one deployment that a deploy changed or left, by their names, such as `config.data.path`."""
 
     made: bool = False  # there was none
     followed: list[str] = field(default_factory=list)  # became as prefect.yaml has them now
@@ -97,11 +98,14 @@ def deploy(*, reset: Collection[str] = ()) -> dict[str, Changes]:
         raise ValueError(f"there is no deployment {unknown[0]!r}: choose {', '.join(entries)}")
     path = home() / DEPLOYED
     records = dict(read_fields(path)) if path.exists() else {}
+    is_first = not records
     found = dict[str, Changes]()
     try:
         with get_client(sync_client=True) as client:
             for name, entry in entries.items():
                 found[name] = _deployed(client, entry, records=records, reset=name in reset)
+                if found[name].made and not is_first:
+                    logger.info("made deployment %s, which Prefect did not have", name)
                 _say(name, found[name])
     finally:
         write_atomically(path, json.dumps(records, indent=2))
@@ -138,8 +142,8 @@ def _deployed(client: SyncPrefectClient, entry: Mapping[str, Any], *, records: d
         return Changes(made=True)
     now, changes = _of_server(known), Changes()
     before = records.get(str(known.id)) or _of_file(entry, timezone=None) | UNRECORDED.get(name, {})
-    merged = _merged(file, now if reset else before, now, filled=_filled(before), shape=SHAPE, changes=changes)
-    wanted = deepcopy(merged)
+    old = now if reset else before
+    wanted = deepcopy(_merged(file, old, now, filled=_filled(before), shape=SHAPE, changes=changes))
     wanted["parameters"] = {key: value for key, value in wanted["parameters"].items() if key in schema["properties"]}
     changes.dropped += [key for key in now["parameters"] if key not in schema["properties"]]
     if "config" in wanted["parameters"]:
@@ -157,7 +161,7 @@ def _deployed(client: SyncPrefectClient, entry: Mapping[str, Any], *, records: d
                 client.delete_deployment_schedule(known.id, schedule.id)
             client.create_deployment_schedules(known.id, _schedules(wanted))
     except httpx.HTTPStatusError as error:
-        why = error.response.text[:MOST_CHARS]
+        why = without_url_credentials(error.response.text)[:MOST_CHARS]
         logger.warning(
             "Prefect refuses to bring deployment %s up to date, its runs may fail: %s (%s)", name, why, _way_back(name)
         )
