@@ -3,6 +3,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node N -m training.measure OUT.json [THREADS]
     python -m training.measure OUT.json [THREADS]
 
+On the head node's own machine, training/node starts the ranks, so that torch is imported once for all.
+
 Ranks on GPUs if torch sees any, else on THREADS cores each (default: cores / N). All ranks measure at the
 same time, because that is how they will work: on shared memory the rate per rank falls with their number.
 Rank 0 writes a `Measured` record.

@@ -33,10 +33,11 @@ from tasks.hardware.machine import (
     usable_cores,
     visible_gpus,
 )
-from tasks.workspace.processes import end_process
+from tasks.workspace.processes import end_process, free_port
 from training.node.compiler import why_no_compile
 from training.node.limits import usable_memory_bytes
 from training.records.inventory import Device, Host, Inventory, Measured
+from training.records.node import NodeEnd, NodeTask
 from training.records.record import DamagedRecord, Record
 from training.tracking.redaction import plain
 
@@ -225,27 +226,40 @@ def is_busy() -> bool:
 
 
 def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_S) -> Measured:
-    """Run training.measure on `ranks` local ranks. Raises RuntimeError with the end of its output if it fails."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={ranks}"]
+    """Run training.measure on `ranks` ranks of this machine, forked from one process that has imported torch.
+
+    Raises RuntimeError with the end of its output if it fails.
+    """
     with tempfile.TemporaryDirectory(prefix="shardline-measure-") as folder:
-        out, output = Path(folder) / "measured.json", Path(folder) / "output.txt"
-        command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", "training.measure", str(out), str(threads)]
+        out, output, task, end = (Path(folder) / name for name in ("measured.json", "output", "task.json", "end.json"))
+        NodeTask(
+            module="training.measure",
+            args=(str(out), str(threads)),
+            num_ranks=ranks,
+            world_size=ranks,
+            master_port=free_port(),
+            environment={"OMP_NUM_THREADS": str(threads)},
+            launcher_pid=os.getpid(),
+            end=str(end),
+        ).write(task)
         with output.open("w") as file:
             process = subprocess.Popen(
-                command,
+                # -P: a folder named `training` in the working directory must not be imported instead.
+                [sys.executable, "-P", "-m", "training.node", str(task)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                # A folder named `training` in the working directory must not be imported instead.
-                env=os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"},
+                env=os.environ | {"PYTHONSAFEPATH": "1"},
             )
             try:
                 status = f"exit code {process.wait(timeout_s)}"
             except subprocess.TimeoutExpired:
                 status = f"no answer in {timeout_s:g} s"
             finally:
-                end_process(process, grace_s=10, with_descendants=True)  # killing only torchrun leaves its ranks
+                end_process(process, grace_s=10, with_descendants=True)  # ranks have sessions of their own
         if status != "exit code 0":
-            what = f"measuring {ranks} rank{'s' if ranks > 1 else ''} failed ({status})"
+            failures = NodeEnd.read(end).failures if end.exists() else ()
+            causes = (f"rank {failure.rank}: {failure.cause}" for failure in failures)
+            what = f"measuring {ranks} rank{'s' if ranks > 1 else ''} failed ({'; '.join([status, *causes])})"
             raise RuntimeError(f"{what}. The end of its output:\n{last_lines(output.read_text())}")
         return Measured.read(out)
 
