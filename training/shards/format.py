@@ -6,7 +6,7 @@
     FOLDER/train/00007-0001.bin   more of chunk 7, one file of which is much larger than a shard and could not be cut
     FOLDER/validation/00007.bin   the held-out part of the same chunk of text
     FOLDER/00007.done.json        FinishedChunk: chunk 7 is done, an interrupted run does not repeat it
-    FOLDER/library.txt            the library that encodes: tiktoken, or tokenizers and, if tiktoken failed, why
+    FOLDER/library.txt            the library that encodes: gigatoken, or tokenizers and, if gigatoken failed, why
     FOLDER/tokenizer/             tokenizer.json + tokenizer_config.json
     FOLDER/remote.json            RemoteShards, where the token files are on an object store and not here
 
