@@ -104,11 +104,11 @@ class _Encoder:
     """gigatoken with a saved tokenizer, begun again after ENCODER_CHARACTERS of text."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.left, self.encoder = file, 0, None
+        self.file, self.encoder, self.left = file, new_gigatoken(file), ENCODER_CHARACTERS
 
     def take(self, texts: Sequence[str]) -> gigatoken.Tokenizer:
         """Return the encoder for these texts."""
-        if self.encoder is None or self.left < 0:
+        if self.left < 0:
             self.encoder, self.left = new_gigatoken(self.file), ENCODER_CHARACTERS
         self.left -= sum(map(len, texts))
         return self.encoder
