@@ -34,6 +34,7 @@ from tasks.comparison.strategies import ComparedStrategy, read_strategies
 from tasks.runs.errors import RunStopped
 from tasks.runs.resume import changes
 from tasks.tracking import mlflow_run
+from tasks.tracking.code_version import git_commit
 from tasks.tracking.mlflow_run import TrackedRun, tracked
 from tasks.workspace.paths import command, run_folder, tracking_uri
 from training.config.credentials import PublicText
@@ -212,7 +213,7 @@ def report(
         target_loss=target,
         target_was_given=bool(request.target_loss),
         machine=describe_machine(Inventory.read(path)) if (path := folder / INVENTORY).exists() else (),
-        commit=mlflow_run.git_commit()[0],
+        commit=git_commit()[0],
         command=_command(folder / CONFIG, request),
         open_mlflow=links.open_mlflow(),
         report=str(folder / PAGE),

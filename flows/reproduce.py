@@ -8,7 +8,8 @@ from flows.stages import training as stages
 from flows.stages.crashed_runs import reconcile_statuses
 from flows.stages.job_checks import check_job
 from tasks.comparison.reproduce import Agreement, compare, find_original, pinned, require_same_data
-from tasks.tracking.mlflow_run import git_commit, tracked
+from tasks.tracking.code_version import git_commit
+from tasks.tracking.mlflow_run import tracked
 
 
 @shardline_flow("Reproduce", run_name="reproduce {ref}")

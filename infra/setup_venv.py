@@ -2,7 +2,8 @@
 
 It uses uv if that is on PATH or in the package index, because uv takes a fraction of pip's time; otherwise pip. If uv
 fails, pip installs. uv does not read pip's settings (an index of your own, certificates), so it gets them as variables.
-Standard library only: this runs before anything is installed.
+Last, what was installed is tried, and pip installs again what does not work: where two package indexes have a version,
+uv may take a wheel for another Python. Standard library only: this runs before anything is installed.
 
     python -m infra.setup_venv [pip]      pip: without uv
 """
@@ -41,18 +42,43 @@ def main(installer: str = "") -> None:
     extra_index = cpu_index()
     if extra_index:
         print(f"no GPU here: torch's build for CPUs, from {extra_index}")
-    if installer != "pip" and (uv := find_uv()):
-        settings = {**uv_settings(pip_settings()), **os.environ}
-        if extra_index:
-            settings["UV_EXTRA_INDEX_URL"] = f"{settings.get('UV_EXTRA_INDEX_URL', '')} {extra_index}".strip()
-        # As pip chooses: the newest version of all indexes, so that torch 2.13.0+cpu is preferred to 2.13.0.
-        options = ["--quiet", "--index-strategy", "unsafe-best-match", "--python", str(PYTHON)]
-        command = [uv, "pip", "install", *options, "--constraint", CONSTRAINTS, "--editable", REQUIREMENT]
-        if subprocess.run(command, env=settings).returncode == 0:
-            return
+    options = ["--quiet", *(["--extra-index-url", extra_index] if extra_index else []), "--constraint", CONSTRAINTS]
+    uv = find_uv() if installer != "pip" else None
+    if not (uv and install_with_uv(uv, extra_index)):
+        _pip("install", *options, "--editable", REQUIREMENT, check=True)
+    mend(options)
+
+
+def install_with_uv(uv: str, extra_index: str) -> bool:
+    settings = {**uv_settings(pip_settings()), **os.environ}
+    if extra_index:
+        settings["UV_EXTRA_INDEX_URL"] = f"{settings.get('UV_EXTRA_INDEX_URL', '')} {extra_index}".strip()
+    # As pip chooses: the newest version of all indexes, so that torch 2.13.0+cpu is preferred to 2.13.0.
+    options = ["--quiet", "--index-strategy", "unsafe-best-match", "--python", str(PYTHON)]
+    command = [uv, "pip", "install", *options, "--constraint", CONSTRAINTS, "--editable", REQUIREMENT]
+    installed = subprocess.run(command, env=settings).returncode == 0
+    if not installed:
         print("uv could not install the packages: trying with pip", file=sys.stderr)
-    index = ["--extra-index-url", extra_index] if extra_index else []
-    sys.exit(_pip("install", "--quiet", *index, "--constraint", CONSTRAINTS, "--editable", REQUIREMENT).returncode)
+    return installed
+
+
+def mend(options: list[str], *, modules: tuple[str, ...] = ()) -> None:
+    """Try what is installed, and let pip install each package again that does not work, once.
+
+    `modules`: what is imported instead of infra.check_installed's. Exits with what failed if that does not help.
+    """
+    reinstalled = {""}
+    while True:
+        done = subprocess.run([PYTHON, "-m", "infra.check_installed", *modules], capture_output=True, text=True)
+        answer = (done.stdout.splitlines() or [""])[-1]
+        if done.returncode == 0:
+            print(answer)
+            return
+        if answer in reinstalled or done.returncode != 1:
+            sys.exit(f"{done.stderr}\nwhat was installed does not work: {answer or f'exit code {done.returncode}'}")
+        print(f"{answer}, as it was installed, does not work: pip installs it again", file=sys.stderr)
+        reinstalled.add(answer)
+        _pip("install", *options, "--force-reinstall", "--no-deps", answer, check=True)
 
 
 def find_uv() -> str | None:
@@ -105,9 +131,13 @@ def cpu_index(*, url: str = CPU_INDEX, devices: Path = Path("/dev")) -> str:
         return ""
 
 
-def _pip(*words: str, output: int | None = None) -> subprocess.CompletedProcess[str]:
+def _pip(*words: str, output: int | None = None, check: bool = False) -> subprocess.CompletedProcess[str]:
+    """With `check` a pip that fails, which says why itself, ends this program."""
     command = [str(PYTHON), "-m", "pip", *words, "--disable-pip-version-check"]
-    return subprocess.run(command, stdout=output, text=True)
+    done = subprocess.run(command, stdout=output, text=True)
+    if check and done.returncode:
+        sys.exit(done.returncode)
+    return done
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_one_version_is_named_everywhere() -> None:
     newest = re.search(r"^## ([\d.]+)", (REPO / "CHANGELOG.md").read_text(), re.M)
     assert newest is not None
     assert newest[1] == version
-    named = {"README.md": r"shardline-([\d.]+)-py3", "infra/compose.yaml": r"image: shardline-\w+:(\S+)"}
+    named = {"docs/installing.md": r"shardline-([\d.]+)-py3", "infra/compose.yaml": r"image: shardline-\w+:(\S+)"}
     for name, pattern in named.items():
         assert set(re.findall(pattern, (REPO / name).read_text())) == {version}, name
 

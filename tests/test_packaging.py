@@ -18,11 +18,26 @@ import yaml
 
 from flows.presets import presets
 from infra import images
+from tasks.tracking.code_version import STAMP
 from tests.support.repository import REPO
 from tests.support.user_folder import UserFolder
 
+BESIDE_PACKAGES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "constraints.txt", "prefect.yaml")
 NOT_OURS = ("tasks.py", "training.py", "flows/__init__.py", "infra/__init__.py")
 Command = Callable[..., str]
+
+
+def committed(folder: Path) -> None:
+    """Make a repository of the folder, in which all files are committed."""
+    git = ["git", "-C", str(folder), "-c", "user.name=a user", "-c", "user.email=user@example.org"]
+    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--allow-empty", "--message", "a commit"]):
+        subprocess.run([*git, *words], check=True)
+
+
+def commit_of(wheel: Path) -> str:
+    """The commit of the sources that the fixture built the wheel from."""
+    command = ["git", "-C", str(wheel.parent / "source"), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +45,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    copied = ["pyproject.toml", "README.md", "LICENSE", "constraints.txt", "prefect.yaml", *images.PACKAGES]
+    copied = [*BESIDE_PACKAGES, *images.PACKAGES]
     subprocess.run(["cp", "-r", *(str(REPO / name) for name in copied), str(source)], check=True)
+    committed(source)
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(folder)]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
     (built,) = folder.glob("*.whl")
@@ -46,9 +62,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     so that the checkout that is installed here is not seen there.
     """
     folder = tmp_path_factory.mktemp("repository") / ".venv"
-    git = ["git", "-C", str(folder.parent), "-c", "user.name=a user", "-c", "user.email=user@example.org"]
-    for words in (["init", "--quiet"], ["commit", "--quiet", "--allow-empty", "--message", "not ours"]):
-        subprocess.run([*git, *words], check=True)
+    committed(folder.parent)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -96,6 +110,7 @@ def test_a_wheel_has_every_file_and_images_have_every_page(wheel: Path) -> None:
     content = zipfile.ZipFile(wheel)
     assert ours - set(content.namelist()) == set()
     assert [name for name in content.namelist() if name.endswith("licenses/LICENSE")]
+    assert json.loads(content.read(f"tasks/tracking/{STAMP}")) == [commit_of(wheel), False]
     for image in ("head", "serve"):
         allowed = (REPO / "infra" / f"{image}.Dockerfile.dockerignore").read_text().splitlines()
         assert {"!tasks/**/*.html*", "!flows/prefect.yaml"} <= set(allowed), "Docker copies only what these files allow"
@@ -143,10 +158,12 @@ def test_an_installed_wheel_builds_the_images_of_a_checkout(run: Command, tmp_pa
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_trains_beside_modules_of_the_same_names(run: Command, user_folder: UserFolder) -> None:
+def test_an_installed_wheel_trains_beside_modules_of_the_same_names(
+    wheel: Path, run: Command, user_folder: UserFolder
+) -> None:
     settings = ("train.steps=4", "checkpoint.every_steps=4", "evaluation.every_steps=4")
     outcome = json.loads(run("shardline", "pretrain", user_folder.config.name, *settings, "--json"))
     assert outcome["version"] == 1
     tags = user_folder.mlflow.get_run(outcome["mlflow_run_id"]).data.tags
-    assert tags["mlflow.source.git.commit"] == "unknown"
+    assert tags["mlflow.source.git.commit"] == commit_of(wheel)
     assert tags["shardline.version"] == tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from tasks.runs.history import note_start
 from tasks.runs.owner import claim
 from tasks.runs.resume import Resumptions
 from tasks.tracking.client import connect, experiment_of
+from tasks.tracking.code_version import git_commit
 from tasks.tracking.final_status import RunStatus, close, reopen
 from tasks.workspace.locks import owned
 from tasks.workspace.paths import home, mlflow_url, run_folder, tracking_uri
@@ -208,26 +208,6 @@ def _code_tags(config: RunConfig, *, run_id: str) -> dict[str, str]:
         "shardline.git_dirty": str(dirty).lower(),
         "shardline.config_sha256": sha256_config(config),
     }
-
-
-def git_commit() -> tuple[str, bool]:
-    """Return the commit of the code, and whether the checkout differs from it; ("unknown", False) without a checkout.
-
-    An installed wheel often lies inside another project's repository, whose commit is not Shardline's.
-    """
-    source = Path(__file__)
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", str(source.parent), *arguments], capture_output=True, text=True)
-        except FileNotFoundError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    if git("ls-files", "--error-unmatch", source.name) is None:
-        return "unknown", False
-    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-    return commit or "unknown", bool(changes)
 
 
 def _log_config(client: MlflowClient, run: TrackedRun) -> None:

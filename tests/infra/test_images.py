@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from infra import images, install_train
 from infra.hosts import HostClient
 from infra.install_train import without_torch
+from tests.support.made_up_wheel import made_up_wheel
 
 
 def names(**options: object) -> list[str]:
@@ -80,12 +80,7 @@ def test_what_a_base_image_pins_for_its_own_packages_does_not_bind_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVIDIA's images set PIP_CONSTRAINT; pip would refuse what Shardline needs."""
-    with zipfile.ZipFile(tmp_path / "made_up-2.0-py3-none-any.whl", "w") as wheel:
-        about = "made_up-2.0.dist-info"
-        wheel.writestr("made_up.py", "VERSION = 2\n")
-        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: made-up\nVersion: 2.0\n")
-        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{about}/RECORD", "")
+    made_up_wheel(tmp_path, version="2.0", code="VERSION = 2\n")
     python = tmp_path / "target" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')

@@ -1,9 +1,10 @@
-"""`make setup`, `make lock-check`: what uv is told of pip's settings, torch's build for CPUs, a lock that is wrong."""
+"""`make setup`, `make lock-check`: pip's settings for uv, torch for CPUs, a package that fails, a wrong lock."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +16,7 @@ from packaging.requirements import Requirement
 
 from infra import lock_check, setup_venv
 from infra.lock_check import differences, needed, read_pins, requirements
+from tests.support.made_up_wheel import made_up_wheel
 
 
 class Silent(SimpleHTTPRequestHandler):
@@ -66,6 +68,28 @@ def test_without_that_index_torch_is_what_the_others_offer(tmp_path: Path, monke
     (tmp_path / "constraints.txt").write_text("torch==2.13.0\n")
     monkeypatch.chdir(tmp_path)
     assert setup_venv.cpu_index(url="http://127.0.0.1:9", devices=tmp_path) == ""
+
+
+def test_a_package_for_another_python_is_installed_again_by_pip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In an environment that finds all but made-up, and pip, in this one."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    monkeypatch.setattr(setup_venv, "PYTHON", tmp_path / "venv" / "bin" / "python")
+    options = ["--quiet", "--no-index", "--find-links", str(tmp_path)]
+    older, ours = (f"py3{sys.version_info.minor - age}" for age in (1, 0))
+    wrong = made_up_wheel(tmp_path, python=older, code="raise TypeError('21 given')")
+    setup_venv._pip("install", *options, str(wrong), check=True)
+
+    with pytest.raises(SystemExit, match=r"(?s)TypeError: 21 given.*installed does not work: made-up"):
+        setup_venv.mend(options, modules=("made_up",))
+    made_up_wheel(tmp_path, python=ours, code="")
+    setup_venv.mend(options, modules=("made_up",))
+    told = capfd.readouterr()
+    assert told.err.count("made-up, as it was installed, does not work: pip installs it again") == 2
+    assert told.out.startswith("made_up and new processes work")
 
 
 def test_the_lock_holds_what_is_needed_and_installed_and_nothing_else() -> None:
