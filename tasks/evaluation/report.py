@@ -12,6 +12,7 @@ from tasks.registry.tags import TAG, note_evaluation
 from tasks.tracking.client import registry_client
 from tasks.workspace.paths import tracking_uri
 from training.records.results import EvalReport, SourceFigures
+from training.tracking.words import counted
 
 NOT_IN_A_METRIC = re.compile(r"[^\w\-. /:]")  # MLflow's names
 
@@ -45,14 +46,14 @@ def table_of(report: EvalReport) -> list[dict[str, str]]:
         error = "" if score.stderr is None else f" ± {score.stderr:.4f}"
         better = "higher" if score.higher_is_better else "lower"
         figures = f"{score.metric} {score.value:.4f}{error} ({better} is better)"
-        rows.append({"what": f"task {score.task}", "figures": figures, "over": f"{score.samples:,} samples"})
+        rows.append({"what": f"task {score.task}", "figures": figures, "over": counted(score.samples, "sample")})
     return rows
 
 
 def _row(what: str, of: EvalReport | SourceFigures) -> dict[str, str]:
     bits = "" if of.bits_per_byte is None else f", {of.bits_per_byte:.4f} bits per byte"
     figures = f"loss {of.loss:.4f}, perplexity {of.perplexity:,.4g}{bits}, accuracy {of.accuracy:.2%}"
-    return {"what": what, "figures": figures, "over": f"{of.tokens:,} tokens"}
+    return {"what": what, "figures": figures, "over": counted(of.tokens, "token")}
 
 
 def log_to_mlflow(report: EvalReport, subject: Subject, *, text: str) -> str:

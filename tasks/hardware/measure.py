@@ -39,6 +39,7 @@ from training.node.limits import usable_memory_bytes
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.record import DamagedRecord, Record
 from training.tracking.redaction import plain
+from training.tracking.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_
             finally:
                 end_process(process, grace_s=10, with_descendants=True)  # killing only torchrun leaves its ranks
         if status != "exit code 0":
-            what = f"measuring {ranks} rank{'s' if ranks > 1 else ''} failed ({status})"
+            what = f"measuring {counted(ranks, 'rank')} failed ({status})"
             raise RuntimeError(f"{what}. The end of its output:\n{last_lines(output.read_text())}")
         return Measured.read(out)
 

@@ -171,7 +171,11 @@ def test_padding_does_not_count_as_tokens() -> None:
     ("share", "steps", "why"),
     [
         (2.0, 1000, "1000 steps: train.steps"),
-        (0.5, 500, r"500 steps: train.target_minutes = \S+; a step takes 25 ms .* takes all 1,000, about 0 min"),
+        (
+            0.5,
+            500,
+            r"500 steps: train.target_minutes = \S+; a step takes 25 ms .* takes all 1,000, about 25 s of training",
+        ),
         (0.01, 200, r"200 steps: .*, and 200 is the minimum, 20% of train.steps; train.target_minutes=0 takes all"),
     ],
 )
