@@ -21,7 +21,7 @@ from tasks.data.sources import SkippedDocuments, Source, find_sources
 from tasks.registry.models import ResolvedModel, aliases_of, resolve
 from tasks.registry.tags import CHAMPION
 from tasks.tracking.client import registry_client
-from tasks.workspace.paths import home, run_folder
+from tasks.workspace.paths import home, present, run_folder
 from training.config.data import SHARDS
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
@@ -229,7 +229,7 @@ def _slices_of(model: ResolvedModel, *, limit: int) -> tuple[list[Slice], list[s
     same chance to stay, and a slice that is left out stays out.
     """
     manifest = TokenShards.read(model.records_dir / MANIFEST)
-    folder = Path(RunPlan.read(model.records_dir / "plan.json").shards_dir)
+    folder = present(Path(RunPlan.read(model.records_dir / "plan.json").shards_dir))
     if manifest.parts:
         named = {manifest.parts[shard.part or 0]: (folder / shard.name).parent.parent for shard in manifest.shards}
     else:

@@ -14,7 +14,7 @@ from tasks.display.numbers import format_amount, format_count, format_money
 from tasks.evaluation.report import table_of
 from tasks.planning.describe import describe_plan
 from tasks.planning.price import TRAINING, RunCost, per_1b
-from tasks.reports.export_latency import latency_rows, precision_rows
+from tasks.reports.export_latency import describe_precisions, latency_rows, precision_rows
 from tasks.reports.outcome import against_plan
 from tasks.reports.pictures import draw_curves
 from tasks.reports.run_data import RunData
@@ -53,6 +53,7 @@ def write_report(data: RunData) -> list[Path]:
         **_latency(data.latency, folder / LATENCY),
         precisions=[tuple(row.values()) for row in precisions],
         precision_heads=tuple(precisions[0]) if precisions else (),
+        precision_note=describe_precisions(exported.parity) if exported else "",
         left_out=list(exported.skipped.items()) if exported else [],
         plan=describe_plan(data.plan) if data.plan else [],
         against_plan=_plan_errors(data.plan, data.result) if data.plan and data.result else [],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from tasks.inference.onnx_generator import TextGenerator
@@ -232,6 +233,16 @@ def test_mlflow_loads_it_and_says_the_same_text(store: Store, monkeypatch: pytes
     assert loaded.predict([{"prompt": "x"}], params=sampled) == [generator.generate("x", **sampled)]
     assert [spec.name for spec in loaded.metadata.signature.params] == ["new_tokens", "temperature", "top_k", "seed"]
     assert loaded.input_example is not None
+    refusals: list[tuple[object, dict[str, object], str]] = [
+        (pd.DataFrame({"prompt": ["x", None]}), {}, "row 1 of the column prompt is nan, which is not text"),
+        ([{"prompt": b"x"}], {}, "row 0 of the column prompt is b'x', which is not text"),
+        ([{"prompt": ["x", "y"]}], {}, r"row 0 of the column prompt is \['x', 'y'\], which is not text"),
+        ([{"prompt": "x"}], {"new_tokens": None}, "new_tokens has no value: leave it out"),
+        ([{"prompt": "x"}], {"new_tokens": -1}, "new_tokens = -1, .*: none may be below 0"),
+    ]
+    for given, params, why in refusals:
+        with pytest.raises(MlflowException, match=why):
+            loaded.predict(given, params=params)
 
 
 @pytest.mark.slow

@@ -86,12 +86,13 @@ def test_the_next_plan_predicts_what_the_run_measured_and_names_the_run() -> Non
     assert after.predicted.correction.runs == ("monday",)
     ratios = zip(after.predicted.step_range_ms, before.predicted.step_range_ms, strict=True)
     assert [now / then for now, then in ratios] == pytest.approx([1.2, 1.2])
-    (why,) = (reason for reason in after.reasons if reason.startswith("prices: "))
+    (why,) = (reason for reason in after.reasons if reason.startswith("predictions: "))
     assert why == (
-        "prices: corrected by what 1 run on this machine (monday) measured: computing 1.20 x as long, communication "
+        "predictions: corrected by what 1 run on this machine (monday) measured: computing 1.20 x as long, "
+        "communication "
         "1.20 x, memory 1.10 x"
     )
-    assert not any(reason.startswith("prices: ") for reason in before.reasons)
+    assert not any(reason.startswith("predictions: ") for reason in before.reasons)
 
 
 def test_corrections_do_not_add_up() -> None:

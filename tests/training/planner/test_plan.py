@@ -185,7 +185,7 @@ def test_minutes_become_steps_by_the_predicted_speed_within_bounds(share: float,
     plan = make_plan(tiny_config(train__steps=1000, train__target_minutes=share * in_all_s / 60), inventory(1))
     assert plan.steps == pytest.approx(steps, abs=1)
     assert plan.sequences == 8 * plan.steps
-    assert re.match(why.replace(str(steps), str(plan.steps), 1), plan.reasons[0])
+    assert re.match(why.replace(str(steps), f"{plan.steps:,}", 1), plan.reasons[0])
 
 
 def test_a_dry_run_leaves_out_the_limit_it_cannot_count() -> None:
