@@ -24,10 +24,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.text import Text
 
     console, table = Console(width=None if sys.stdout.isatty() else 180), Table()
-    for name, width in zip(
-        columns, column_widths([columns, *rows], room=console.width - 3 * len(columns) - 1), strict=True
-    ):
-        table.add_column(name, width=width)
+    widths = column_widths([columns, *rows], room=console.width - 3 * len(columns) - 1)  # without borders and spaces
+    for name, width in zip(columns, widths, strict=True):
+        table.add_column(Text(name, overflow="fold"), width=width)
     for row in rows:
         table.add_row(*(Text(cell, overflow="fold") for cell in row))
     console.print(table)

@@ -35,8 +35,8 @@ def describe_precisions(parity: ParityReport) -> str:
     """Say on which text the perplexities of `precision_rows` were measured: they are not the evaluation's."""
     positions = max((graph.positions for graph in parity.graphs), default=0)
     return (
-        f"These perplexities are at {positions:,} held-out positions, the sample on which the export's graphs are compared "
-        "with each other. The evaluation's perplexity is of all held-out tokens."
+        f"These perplexities are at {positions:,} held-out positions, the sample on which the export's graphs are "
+        "compared. The evaluation's perplexity is of all held-out tokens."
     )
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from tasks.comparison.reproduce import find_original
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.promotion.journal import history
 from tasks.promotion.judge import note_verdict, terms_of
@@ -293,6 +295,29 @@ def test_where_links_cannot_be_files_are_copied(tmp_path: Path, monkeypatch: pyt
     link_or_copy(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_text() == "weights"
     assert not (tmp_path / "b").samefile(tmp_path / "a")
+
+
+def test_a_moved_home_has_its_models_and_a_missing_one_has_its_true_cause(
+    champion: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = champion.folder.with_name(f"{champion.folder.name}-moved")
+    champion.folder.rename(moved)
+    monkeypatch.setenv("SHARDLINE_HOME", str(moved))
+    uri = f"sqlite:///{moved}/mlflow.db"
+    assert resolve("tiny", tracking_uri=uri).export_dir.is_relative_to(moved / "artifacts")
+    client = MlflowClient(uri)
+    run_id = client.get_model_version("tiny", "1").run_id
+    client.delete_run(run_id)
+    client._tracking_client.store._hard_delete_run(run_id)  # as `mlflow gc` does
+    assert lineage("tiny", tracking_uri=uri)["run"]["status"] == "unknown: MLflow no longer has its run"
+    with pytest.raises(ValueError, match=f"MLflow has no run of 'tiny@champion' any more: {run_id} was removed"):
+        find_original("tiny@champion")
+    (export,) = moved.glob("artifacts/models/*/artifacts/artifacts/export")
+    shutil.rmtree(export)
+    with pytest.raises(
+        ValueError, match=r"tiny \(version 1\) has no files on this machine: .* `mlflow gc` or somebody"
+    ):
+        resolve("tiny", tracking_uri=uri)
 
 
 def test_unfinished_runs_are_refused_with_what_is_missing(store: Store) -> None:
