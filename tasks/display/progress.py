@@ -82,8 +82,6 @@ def step_progress(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any
             note = speed + left
             between_steps = "validating and saving after the last step" if step == total else ""
             bar.update(task, completed=step, note=speed)
-            if step == total and not bar.console.is_terminal:
-                logger.info("%s: %s", title, note)
             artifact.show(100 * step / total, f"{title}: {note}")
 
         yield show

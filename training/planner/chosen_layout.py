@@ -311,15 +311,16 @@ def _why_kept(config: RunConfig, ranking: Ranking) -> list[str]:
         if asked != "auto" or other is None:
             continue
         gib = abs(other.needed_gib - best.needed_gib)
+        more = f"{gib:.2f} GiB" if gib >= 0.005 else "less than 0.01 GiB"
         if is_taken and other.fits:
             slower = describe_slower(other.step_s / best.step_s - 1)
-            reasons.append(f"{field} {taken}: to {what} takes {gib:.2f} GiB more; without it a step is {slower}")
+            reasons.append(f"{field} {taken}: to {what} takes {more} more; without it a step is {slower}")
         elif is_taken:
             reasons.append(f"{field} {taken}: the layout does not fit otherwise")
         elif other.fits:
             saved = 1 - other.step_s / best.step_s
             saves = f"save {saved:.1%} of a step" if saved >= 5e-4 else "save no time"
-            reasons.append(f"{field} {plain}: to {what} would take {gib:.2f} GiB more and {saves}")
+            reasons.append(f"{field} {plain}: to {what} would take {more} more and {saves}")
         else:
             missing = other.missing_gib
             reasons.append(f"{field} {plain}: to {what} would take {gib:.1f} GiB, {missing:.1f} more than are usable")

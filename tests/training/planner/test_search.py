@@ -305,6 +305,6 @@ def test_ranks_share_a_sequence_only_where_no_whole_one_fits() -> None:
     assert sum(without.predicted.memory_gib.values()) > sum(whole.predicted.memory_gib.values())
     shared = planned(LLAMA_8B, "1x8xH100-80GB-SXM", context=1_000_000, batch=8)
     assert shared.mesh["cp"] == 8
-    assert any("no layout of whole sequences of 1000000 tokens fits" in reason for reason in shared.reasons)
+    assert any("no layout of whole sequences of 1,000,000 tokens fits" in reason for reason in shared.reasons)
     with pytest.raises(ValueError, match="does not fit"):
         planned(LLAMA_8B, "1x8xH100-80GB-SXM", context=1_000_000, batch=8, cp=1)
