@@ -86,7 +86,8 @@ def _what_there_is(client: MlflowClient, name: str) -> str:
         return f"it knows {', '.join(sorted(models))}"
     versions = sorted(int(version.version) for version in client.search_model_versions(f"name='{name}'"))
     aliases = [f"@{alias} -> {version}" for alias, version in sorted(aliases_of(client, name).items())]
-    return f"{name} has versions {', '.join(map(str, versions))} and aliases {', '.join(aliases) or 'none'}"
+    noun = "version" if len(versions) == 1 else "versions"
+    return f"{name} has {noun} {', '.join(map(str, versions)) or 'none'}; its aliases: {', '.join(aliases) or 'none'}"
 
 
 def aliases_of(client: MlflowClient, name: str) -> dict[str, int]:

@@ -109,7 +109,7 @@ def _plan_errors(plan: RunPlan, result: TrainResult) -> list[TextRow]:
         for quantity, before, after, template in rows
     ]
     times = format_duration(predicted.train_s), format_duration(result.train_s)
-    return [*cells, ("training", *times, "measured with validations and checkpoints")]
+    return [*cells, ("training", *times, "measured without validations and checkpoints")]
 
 
 def _settings(data: RunData) -> dict[str, Any]:

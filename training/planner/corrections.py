@@ -215,8 +215,8 @@ def _steady_rows(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any
     steps = logged[-1]["step"] - first["step"] if logged else 0
     if steps < MIN_STEPS or len(logged) < MIN_ROWS:
         raise ValueError(
-            f"it has {len(logged)} rows over {steps} steps after its first one, and {MIN_ROWS} rows over {MIN_STEPS} "
-            "steps are the least that count"
+            f"after its first step it logged {counted(len(logged), 'row')} of figures over {counted(steps, 'step')}, "
+            f"and {MIN_ROWS} rows over {MIN_STEPS} steps are needed"
         )
     times = [row["step_ms"] for row in logged]
     low, middle, high = quantiles(times, n=4, method="inclusive")

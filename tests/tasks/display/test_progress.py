@@ -113,7 +113,8 @@ def test_progress_says_what_is_left(done: int, total: int, line: str, monkeypatc
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [
-        (0.01, "0 s"),
+        (0, "0 s"),
+        (0.01, "under 0.1 s"),
         (0.2, "0.2 s"),
         (9.96, "10 s"),
         (41, "41 s"),

@@ -91,7 +91,7 @@ def test_a_run_that_teaches_nothing_says_why_and_ends_well(home: Path, caplog: p
     result = TrainResult.model_construct(step_ms=1.0, peak_memory_gib=1.0)
     with caplog.at_level(logging.INFO):
         learn(home / "short", result)
-    assert "do not correct the predictions of later plans: it has 0 rows over 0 steps" in caplog.text
+    assert "do not correct the predictions of later plans: after its first step it logged 0 rows" in caplog.text
     assert not (home / CORRECTIONS).exists()
 
 
