@@ -90,9 +90,7 @@ def _compared(strategies: Sequence[ComparedStrategy], request: CompareRequest, c
     outcomes: dict[str, StrategyOutcome] = {}
     try:
         for place, strategy in enumerate(strategies, 1):
-            logger.info(
-                "strategy %d of %d, %s: %s", place, len(strategies), strategy.name, " ".join(strategy.overrides)
-            )
+            logger.info("strategy %d of %d: %s", place, len(strategies), strategy.name)
             outcomes[strategy.name] = _outcome(children, strategy)
     except BaseException as stop:  # Ctrl-C, which the stage Train usually turns into RunStopped
         outcomes[strategy.name] = children.ended(strategy, RunStopped("interrupted"))

@@ -141,6 +141,7 @@ def _generate_file(options: argparse.Namespace, opened: Any, model: Any, samplin
     """Complete a file of prompts. The exit code is 1 if a row has an error, which its row in the output gives."""
     from tasks.display.progress import row_progress
     from tasks.inference.prompts_file import generate_file
+    from training.tracking.words import counted, format_duration
 
     if options.out is None:
         raise ValueError("--prompts needs --out FILE.jsonl, where the completions go")
@@ -148,8 +149,9 @@ def _generate_file(options: argparse.Namespace, opened: Any, model: Any, samplin
     with row_progress(f"completing {options.prompts.name}") as show:
         made = generate_file(opened, options.prompts, options.out, sampling=sampling, model=name, show=show)
     print(
-        f"{options.out}: {made.rows} completions by {name}, {made.failed} with an error; {made.made} made now, "
-        f"{made.tokens} tokens in {made.seconds:.1f} s ({made.tokens_per_s:,.0f} tokens/s)"
+        f"{options.out}: {counted(made.rows, 'completion')} by {name}, {made.failed:,} with an error; {made.made:,} "
+        f"made now, {counted(made.tokens, 'token')} in {format_duration(made.seconds)} "
+        f"({made.tokens_per_s:,.0f} tokens/s)"
     )
     return 1 if made.failed else 0
 

@@ -88,10 +88,16 @@ def _history(options: argparse.Namespace) -> None:
         print(json.dumps([json.loads(move.model_dump_json()) for move in moves]))
         return
     rows = [
-        [move.began, f"{move.kind} {move.replaces or 'none'} to {move.version}", move.who, move.why, move.outcome]
+        [
+            move.began[:16].replace("T", " "),
+            f"{move.kind} {move.replaces or 'none'} to {move.version}",
+            move.who,
+            move.why,
+            move.outcome,
+        ]
         for move in moves
     ]
-    print_table(["when", "what", "who", "why", "outcome"], rows)
+    print_table(["when (UTC)", "what", "who", "why", "outcome"], rows)
 
 
 def _watch(options: argparse.Namespace) -> None:

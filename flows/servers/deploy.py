@@ -149,6 +149,8 @@ def _deployed(client: SyncPrefectClient, entry: Mapping[str, Any], *, records: d
     if "config" in wanted["parameters"]:
         _drop_unknown(name, wanted["parameters"]["config"], changes)
     changes.kept = [each for each in changes.kept if each not in changes.dropped]
+    if known.paused:
+        (changes.followed if reset else changes.kept).append("paused")
     update = {key: value for key, value in wanted.items() if value != now[key] and key != "schedules"}
     update |= {key: value for key, value in code.items() if value != getattr(known, key)}
     update |= place if reset or known.work_pool_name is None else {}  # None: the pool was deleted

@@ -16,6 +16,7 @@ from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
 from training.records.plan import CustomProgramPlan
+from training.tracking.words import counted, format_duration
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +70,9 @@ def custom_program_rows(outcome: CustomProgramOutcome) -> list[tuple[str, str]]:
     return [
         ("run", outcome.run_id),
         ("program", " ".join((outcome.program, *outcome.args))),
-        ("ranks", " + ".join(f"{name} ({ranks})" for name, ranks in outcome.hosts.items())),
+        ("ranks", " + ".join(f"{name} ({counted(ranks, 'rank')})" for name, ranks in outcome.hosts.items())),
         ("attempts", str(outcome.attempts)),
         ("skipped", ", ".join(outcome.skipped)),
-        ("stages", ", ".join(f"{name} {seconds:.0f} s" for name, seconds in outcome.stage_s.items())),
+        ("stages", ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in outcome.stage_s.items())),
         ("open MLflow", outcome.open_mlflow),
     ]

@@ -21,7 +21,7 @@ from tasks.reports.run_report import CURVES, PAGE, write_report
 from tasks.reports.run_summary import summary
 from tasks.tracking import client, mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
-from tasks.workspace.paths import command, tracking_uri
+from tasks.workspace.paths import command, run_folder, tracking_uri
 from training.records.plan import RunPlan
 from training.records.results import EvalReport, ExportedModel, RegisteredModel
 from training.records.train_result import TrainResult
@@ -44,9 +44,11 @@ def reported(run_id: str) -> Iterator[None]:
         raise
     finally:
         try:
-            write_page(run_id, ended=ended)
+            if (run_folder(run_id) / "run.json").exists():  # else the run was refused before it began
+                write_page(run_id, ended=ended)
         except Exception as error:
-            logger.warning("could not write the report page of %s (%s)", run_id, error)
+            if str(error) != ended:  # which is said already
+                logger.warning("could not write the report page of %s (%s)", run_id, error)
 
 
 def write_page(run_id: str, *, ended: str, flow_run_id: str = "") -> None:

@@ -40,7 +40,13 @@ from tasks.promotion.gates import is_refusal
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
 from tasks.registry.tags import TAG_CHARS
-from tasks.reports.export_latency import draw_latency, latency_rows, precision_figures, precision_rows
+from tasks.reports.export_latency import (
+    describe_precisions,
+    draw_latency,
+    latency_rows,
+    precision_figures,
+    precision_rows,
+)
 from tasks.reports.outcome import against_plan
 from tasks.reports.run_report import LATENCY
 from tasks.runs import resume
@@ -305,7 +311,8 @@ def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
     if precisions := exported.parity.precisions:
         mlflow_run.log_figures(run, precision_figures(precisions, report), step=exported.step)
         rows = precision_rows(precisions, report)
-        show_table(rows, key="export-precisions", description="Size, quality and speed by precision")
+        about = f"Size, quality and speed by precision. {describe_precisions(exported.parity)}"
+        show_table(rows, key="export-precisions", description=about)
     return exported
 
 

@@ -20,6 +20,7 @@ from training.records.inventory import Inventory
 from training.records.plan import RunPlan, describe_stages
 from training.records.record import Record
 from training.tracking.rows import read_rows
+from training.tracking.words import counted
 
 REQUEST = "compare.json"
 # In the detail of a failure this stands before a rank's exception: the host, and the exception's module.
@@ -270,7 +271,7 @@ def describe_machine(inventory: Inventory) -> tuple[str, ...]:
     """One line per host: its devices, memory and versions."""
     return tuple(
         f"{host.name}: {len(host.devices)} x {device.name or device.kind}"
-        + (f" ({host.cores} cores in all)" if device.kind == "cpu" else f" ({device.memory_gib:.0f} GiB)")
+        + (f" ({counted(host.cores, 'core')} in all)" if device.kind == "cpu" else f" ({device.memory_gib:.0f} GiB)")
         + f", {host.memory_gib:.1f} GiB memory"
         + (f"; {', '.join(f'{name} {version}' for name, version in host.versions.items())}" if host.versions else "")
         for host in inventory.hosts

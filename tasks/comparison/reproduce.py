@@ -6,18 +6,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tasks.registry.models import find_version
 from tasks.registry.tags import TAG
-from tasks.tracking.client import connect
+from tasks.tracking.client import connect, run_or_none
 from tasks.tracking.mlflow_run import EXACT, OVERRIDES, TrackedRun
-from tasks.workspace.paths import home, run_folder, tracking_uri
+from tasks.workspace.paths import home, local_path, run_folder, tracking_uri
 from training.config.credentials import RECORD
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.token_shards import TokenShards
 from training.tracking.rows import read_rows
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
 
 TOLERANCE = 1e-3  # nats; the same machine and versions give a difference of 0, others round differently
 
@@ -51,35 +55,48 @@ def find_original(ref: str) -> Original:
 
     Raises ValueError if MLflow does not have the run, or the run has no plan.
     """
-    from mlflow.artifacts import download_artifacts
-    from mlflow.exceptions import MlflowException
-
     client = connect()
     mlflow_run_id = _mlflow_run_id(ref)
-    try:
-        run = client.get_run(mlflow_run_id)
-        _require_one_config(run.data.tags, ref)
-        folder = home() / "cache" / mlflow_run_id
-        folder.mkdir(parents=True, exist_ok=True)
-        files = [
-            Path(
-                download_artifacts(
-                    run_id=mlflow_run_id, artifact_path=name, dst_path=str(folder), tracking_uri=tracking_uri()
-                )
-            )
-            for name in ("config.json", "plan.json")
-        ]
-    except (MlflowException, OSError) as error:
-        raise ValueError(f"MLflow has no planned run {ref!r} ({error}): give a run's ID or MODEL@champion") from error
+    run = run_or_none(client, mlflow_run_id)
+    if run is None:
+        gone = "" if mlflow_run_id == ref else f" any more: {mlflow_run_id} was removed, as `mlflow gc` does"
+        raise ValueError(
+            f"MLflow has no run of {ref!r}{gone}. Give a run's ID or MODEL@champion; `shardline resume RUN` of a run "
+            "whose folder is still there makes it anew"
+        )
+    _require_one_config(run.data.tags, ref)
+    config, plan = (_artifact(run, name) for name in ("config.json", "plan.json"))
     history = client.get_metric_history(mlflow_run_id, "loss")
     return Original(
         run_id=run.data.tags.get(f"{TAG}run_id", ref),
         mlflow_run_id=mlflow_run_id,
-        config=RunConfig.model_validate_json(files[0].read_bytes(), context=RECORD),
-        plan=RunPlan.read(files[1]),
+        config=RunConfig.model_validate_json(config.read_bytes(), context=RECORD),
+        plan=RunPlan.read(plan),
         git_commit=run.data.tags.get("mlflow.source.git.commit", "unknown"),
         losses={metric.step: metric.value for metric in history},
     )
+
+
+def _artifact(run: Run, name: str) -> Path:
+    """Return a file that MLflow keeps of a run. Raises ValueError if it has none."""
+    from mlflow.artifacts import download_artifacts
+    from mlflow.exceptions import MlflowException
+
+    if folder := local_path(run.info.artifact_uri):
+        if not (folder / name).is_file():
+            raise ValueError(f"MLflow's file {folder / name} is missing: give the ID of a run that was planned")
+        return folder / name
+    target = home() / "cache" / run.info.run_id
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        found = download_artifacts(
+            run_id=run.info.run_id, artifact_path=name, dst_path=str(target), tracking_uri=tracking_uri()
+        )
+    except (MlflowException, OSError) as error:
+        raise ValueError(
+            f"MLflow gives no {name} of run {run.info.run_id} ({error}): give the ID of a run that was planned"
+        ) from error
+    return Path(found)
 
 
 def _require_one_config(tags: Mapping[str, str], ref: str) -> None:

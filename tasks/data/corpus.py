@@ -49,6 +49,7 @@ from training.shards.format import (
     read_manifest,
     verify_hashes,
 )
+from training.tracking.words import counted, format_duration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -177,7 +178,7 @@ def _prepare_mixture(
             (folder / ".tokenizer.part").rename(folder / "tokenizer")
         _check_same_tokenizer(names, parts)
         manifest = _manifest_of_mixture(names, parts, fingerprint, tokenizer=folder / "tokenizer" / "tokenizer.json")
-        manifest = manifest.model_copy(update={"tokenizer": f"{data.tokenizer.kind}, {manifest.vocab_size} tokens"})
+        manifest = manifest.model_copy(update={"tokenizer": f"{data.tokenizer.kind}, {manifest.vocab_size:,} tokens"})
         manifest.write(folder / MANIFEST)
         shutil.rmtree(folder / SURVEY, ignore_errors=True)
     return folder, manifest
@@ -385,10 +386,10 @@ def _finished_manifest(folder: Path) -> TokenShards | None:
     except ValueError:
         return None
     log.info(
-        "the corpus is not tokenized again: its %s tokens are in %s, and their hashes were verified in %.2f s",
+        "the corpus is not tokenized again: its %s tokens are in %s, and their hashes were verified in %s",
         f"{sum(map(manifest.tokens, SPLITS)):,}",
         folder,
-        time.perf_counter() - started,
+        format_duration(time.perf_counter() - started),
     )
     return manifest
 
@@ -449,7 +450,7 @@ def _tokenizer_of(
         train_texts=[reported(train_texts(corpus, rule)) for corpus, rule in zip(corpora, rules, strict=True)],
         all_texts=reported(piece.text for corpus in corpora for piece in corpus.pieces()),
     )
-    log.info("tokenizer: %s, in %.1f s", tokenizer.name, time.perf_counter() - started)
+    log.info("tokenizer: %s, in %s", tokenizer.name, format_duration(time.perf_counter() - started))
     return tokenizer
 
 
@@ -522,19 +523,19 @@ def _place(corpus: Corpus, example: SkippedDocument) -> Place:
 def _log_outcome(manifest: TokenShards, *, seconds: float) -> None:
     train, validation = map(manifest.tokens, SPLITS)
     log.info(
-        "%s tokens (%s train, %s validation) of %s documents, %.1f MB of text, in %.1f s: %s tokens/s",
+        "%s tokens (%s train, %s validation) of %s, %s MB of text, in %s: %s tokens/s",
         f"{train + validation:,}",
         f"{train:,}",
         f"{validation:,}",
-        f"{sum(map(manifest.documents, SPLITS)):,}",
-        sum(map(manifest.text_bytes, SPLITS)) / 1e6,
-        seconds,
+        counted(sum(map(manifest.documents, SPLITS)), "document"),
+        f"{sum(map(manifest.text_bytes, SPLITS)) / 1e6:,.1f}",
+        format_duration(seconds),
         f"{(train + validation) / seconds:,.0f}",
     )
     if manifest.repeated:
-        log.info("left out %s documents whose text repeats an earlier one", f"{manifest.repeated:,}")
+        log.info("left out %s whose text repeats an earlier one", counted(manifest.repeated, "document"))
     if manifest.filtered:
-        log.info("left out %s rows for which data.where (a filter of rows) is false", f"{manifest.filtered:,}")
+        log.info("left out %s for which data.where (a filter of rows) is false", counted(manifest.filtered, "row"))
     if manifest.skipped:
         places = "; ".join(manifest.skipped_examples[:3])
-        log.warning("%d documents skipped (data.on_error=skip), the first: %s", manifest.skipped, places)
+        log.warning("skipped %s (data.on_error=skip), the first: %s", counted(manifest.skipped, "document"), places)

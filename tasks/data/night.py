@@ -21,7 +21,7 @@ from tasks.data.sources import SkippedDocuments, Source, find_sources
 from tasks.registry.models import ResolvedModel, aliases_of, resolve
 from tasks.registry.tags import CHAMPION
 from tasks.tracking.client import registry_client
-from tasks.workspace.paths import home, run_folder
+from tasks.workspace.paths import home, present, run_folder
 from training.config.data import SHARDS
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
@@ -30,6 +30,7 @@ from training.records.token_shards import SourceFile, TokenShards
 from training.records.train_result import TrainResult
 from training.shards.format import MANIFEST, verify_hashes
 from training.store.urls import is_url
+from training.tracking.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -110,28 +111,34 @@ def find_new_text(
     sources = find_sources(config.data, skipped)
     champion = _champion(config.model_name, tracking_uri=tracking_uri)
     if champion is None:
-        return NightlyRun(config, f"{config.model_name} has no champion yet: all {len(sources)} files are new")
+        return NightlyRun(
+            config, f"{config.model_name} has no champion yet: new to it is all of {counted(len(sources), 'file')}"
+        )
     name, known = f"{champion.name}/{champion.version}", known_to(champion)
     unknown = [source for source in sources if source.record.sha256 not in known.sha256]
     new = [NewText(source, known.length_before(source)) for source in unknown]
     if not new:
-        return NightlyRun(None, f"nothing new: {name} knows all {len(sources)} files of {config.data.path}")
+        return NightlyRun(None, f"nothing new: {name} knows the {counted(len(sources), 'file')} of {config.data.path}")
     new_mib, grown = sum(text.num_bytes for text in new) / 2**20, sum(text.start > 0 for text in new)
-    summary = f"{len(new)} of {len(sources)} files of {config.data.path} are new to {name} ({new_mib:.2f} MiB)"
-    summary += f", {grown} of them from where they had ended" if grown else ""
+    summary = f"new to {name}: {len(new):,} of {counted(len(sources), 'file')} in {config.data.path}, {new_mib:.2f} MiB"
+    summary += f", {grown:,} of them with text added at the end" if grown else ""
     if new_mib < min_new_mib:
-        return NightlyRun(None, f"{summary}: under min_new_mib = {min_new_mib:g}")
+        return NightlyRun(None, f"{summary}: less than min_new_mib = {min_new_mib:g}, so they wait")
     corpus = _write_corpus(new, known, folder=home() / "nightly" / config.model_name)
     night = continue_from(config, champion, corpus=corpus)
     tokens_home = home() / "tokens"
     _, shards = prepare_corpus(night.data, tokens_home=tokens_home, objective=config.objective, store=config.store)
     new_tokens = shards.tokens("train")
     if new_tokens <= config.train.context:
-        return NightlyRun(None, f"{summary}: {new_tokens} tokens to train on do not fill one sequence, so they wait")
+        return NightlyRun(None, f"{summary}: {new_tokens:,} tokens to train on do not fill one sequence, so they wait")
     older, lost = _slices_of(champion, limit=max_slices)
     name_of_new = _name_of(new, {each.name for each in older})
     night = with_slices(night, name_of_new, older, replay=replay, new_tokens=new_tokens)
-    share = f"{replay:.0%} of the tokens are from {len(older)} older slices" if older else "nothing older is replayed"
+    share = (
+        f"{replay:.0%} of the tokens are from {counted(len(older), 'older slice')}"
+        if older
+        else "nothing older is replayed"
+    )
     gone = f" (not on this machine any more: {', '.join(lost)})" if lost else ""
     return NightlyRun(night, f"{summary}; {share}{gone}")
 
@@ -222,7 +229,7 @@ def _slices_of(model: ResolvedModel, *, limit: int) -> tuple[list[Slice], list[s
     same chance to stay, and a slice that is left out stays out.
     """
     manifest = TokenShards.read(model.records_dir / MANIFEST)
-    folder = Path(RunPlan.read(model.records_dir / "plan.json").shards_dir)
+    folder = present(Path(RunPlan.read(model.records_dir / "plan.json").shards_dir))
     if manifest.parts:
         named = {manifest.parts[shard.part or 0]: (folder / shard.name).parent.parent for shard in manifest.shards}
     else:

@@ -61,7 +61,7 @@ def load_pretrained(config: TokenizerConfig) -> PreTrainedTokenizerFast | None:
     size = _vocab_size(loaded.backend_tokenizer)
     if config.vocab_size and config.vocab_size != size:
         raise ValueError(
-            f"data.tokenizer.path={config.path} has {size} tokens, data.tokenizer.vocab_size expects "
+            f"data.tokenizer.path={config.path} has {size:,} tokens, data.tokenizer.vocab_size expects "
             f"{config.vocab_size}: set data.tokenizer.vocab_size to {size}, or to 0 for any size"
         )
     loaded.backend_tokenizer.no_truncation()
@@ -213,7 +213,7 @@ def _described(file: Path, config: TokenizerConfig, specials: Specials) -> Saved
     mask_id = tokenizer.token_to_id(specials.mask) if specials.mask else None
     assert end_id is not None, f"{specials.end} is not in {file}"
     return SavedTokenizer(
-        file, f"{origin}, {vocab_size} tokens", sha256_file(file), vocab_size, end_id, mask_id, library
+        file, f"{origin}, {vocab_size:,} tokens", sha256_file(file), vocab_size, end_id, mask_id, library
     )
 
 

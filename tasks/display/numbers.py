@@ -1,18 +1,6 @@
-"""Durations, counts, device hours and money as people read them."""
+"""Counts, device hours and money as people read them."""
 
 from __future__ import annotations
-
-
-def format_duration(seconds: float) -> str:
-    """`41 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`: two units at most."""
-    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
-    rest = round(seconds)
-    first = next((place for place, (_, size) in enumerate(units) if rest >= size), len(units) - 1)
-    parts: list[str] = []
-    for name, size in units[first : first + 2]:
-        count, rest = divmod(rest, size)
-        parts += [f"{count} {name}"] if count or not parts else []
-    return " ".join(parts)
 
 
 def format_count(number: float) -> str:

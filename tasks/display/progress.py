@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tasks.display.numbers import format_duration
 from training.tracking.progress import SAY_EVERY_S, Progress, Ticker
+from training.tracking.words import format_duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -58,30 +58,30 @@ def text_progress() -> Iterator[TextProgress]:
 @contextmanager
 def step_progress(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yield show(row), which takes rows of metrics.jsonl and skips those without a loss."""
-    bar, began = _bar(), time.monotonic()
-    note, made_at = "starting the ranks", began
+    bar, made_at = _bar(), time.monotonic()
+    between_steps, note = "starting the ranks", ""  # what the ranks do when they make no steps; else the newest figures
 
     def line() -> str:
         silent_s = time.monotonic() - made_at
-        if made_at == began:
-            return f"{title}: {note}, {silent_s:,.0f} s so far"
-        return f"{title}: {note}" + (f"; no new figures for {silent_s:,.0f} s" if silent_s > SAY_EVERY_S else "")
+        if between_steps:
+            return f"{title}: {between_steps}, {format_duration(silent_s)} so far"
+        silence = f"; no new figures for {format_duration(silent_s)}" if silent_s > SAY_EVERY_S else ""
+        return f"{title}: {note}{silence}"
 
     ticker = Ticker(line, None if bar.console.is_terminal else logger.info)
     with ProgressArtifact(title) as artifact, bar, ticker:
-        task = bar.add_task(title, total=total, note=note)
+        task = bar.add_task(title, total=total, note=between_steps)
 
         def show(row: dict[str, Any]) -> None:
-            nonlocal note, made_at
+            nonlocal between_steps, note, made_at
             if "loss" not in row:
                 return
             made_at, step = time.monotonic(), row["step"]
             speed = f"step {step:,}/{total:,}  loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s"
             left = f"  {format_duration(row['eta_s'])} left" if step < total and row.get("eta_s") else ""
             note = speed + left
+            between_steps = "validating and saving after the last step" if step == total else ""
             bar.update(task, completed=step, note=speed)
-            if step == total and not bar.console.is_terminal:
-                logger.info("%s: %s", title, note)
             artifact.show(100 * step / total, f"{title}: {note}")
 
         yield show

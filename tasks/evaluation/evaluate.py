@@ -19,7 +19,7 @@ from tasks.hardware.machine import device_kind_of, usable_cores
 from tasks.launch import recovery
 from tasks.launch.local import LocalLauncher
 from tasks.registry.models import ResolvedModel, resolve
-from tasks.workspace.paths import home, tracking_uri
+from tasks.workspace.paths import home, present, tracking_uri
 from training.config.data import DataConfig, TokenizerConfig
 from training.config.evaluation import EvaluationConfig
 from training.config.launch import LaunchConfig
@@ -101,7 +101,7 @@ def _last_checkpoint(what: str, run_dir: Path) -> Subject:
 def _checkpoint(what: str, folder: Path, run_dir: Path) -> Subject:
     plan, manifest = RunPlan.read(run_dir / "plan.json"), folder / "manifest.json"
     step = int(read_fields(manifest)["step"])
-    tokenizer = Path(plan.shards_dir) / "tokenizer"
+    tokenizer = present(Path(plan.shards_dir)) / "tokenizer"
     return Subject(what, folder, tokenizer, step=step, sha256=sha256_file(manifest), plan=plan)
 
 
@@ -152,7 +152,7 @@ def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) 
         raise ValueError(
             f"{subject.what} was not trained by a run, so it has no held-out text of its own: give --data PATH"
         )
-    folder = Path(held_out_of.shards_dir)
+    folder = present(Path(held_out_of.shards_dir))
     if not (folder / "manifest.json").exists():
         raise ValueError(f"the run's tokens are not on this machine (looked for {folder}): give --data PATH")
     return folder, TokenShards.read(folder / "manifest.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 import time
@@ -9,9 +10,12 @@ from pathlib import Path
 
 from tasks.evaluation.evaluate import Subject
 from tasks.registry.tags import TAG, note_evaluation
-from tasks.tracking.client import registry_client
+from tasks.tracking.client import check_artifacts, experiment_of, registry_client, run_or_none
 from tasks.workspace.paths import tracking_uri
 from training.records.results import EvalReport, SourceFigures
+from training.tracking.words import counted
+
+logger = logging.getLogger(__name__)
 
 NOT_IN_A_METRIC = re.compile(r"[^\w\-. /:]")  # MLflow's names
 
@@ -45,21 +49,22 @@ def table_of(report: EvalReport) -> list[dict[str, str]]:
         error = "" if score.stderr is None else f" ± {score.stderr:.4f}"
         better = "higher" if score.higher_is_better else "lower"
         figures = f"{score.metric} {score.value:.4f}{error} ({better} is better)"
-        rows.append({"what": f"task {score.task}", "figures": figures, "over": f"{score.samples:,} samples"})
+        rows.append({"what": f"task {score.task}", "figures": figures, "over": counted(score.samples, "sample")})
     return rows
 
 
 def _row(what: str, of: EvalReport | SourceFigures) -> dict[str, str]:
     bits = "" if of.bits_per_byte is None else f", {of.bits_per_byte:.4f} bits per byte"
     figures = f"loss {of.loss:.4f}, perplexity {of.perplexity:,.4g}{bits}, accuracy {of.accuracy:.2%}"
-    return {"what": what, "figures": figures, "over": f"{of.tokens:,} tokens"}
+    return {"what": what, "figures": figures, "over": counted(of.tokens, "token")}
 
 
 def log_to_mlflow(report: EvalReport, subject: Subject, *, text: str) -> str:
     """Log the evaluation of a registered version as an MLflow run, under the run that trained it; return its ID.
 
-    Returns "" if the subject is not a registered version. `text`: the path of the text, "" for the run's held-out text.
-    MLflow compares such runs like any others, and shows their figures on the model's page.
+    Returns "" if the subject is not a registered version or, with a warning, if SHARDLINE_HOME moved. `text`: the path
+    of the text, "" for the run's held-out text. MLflow compares such runs like any others, and shows their figures on
+    the model's page.
     """
     from mlflow.entities import Dataset, DatasetInput, LoggedModelInput, Metric
 
@@ -68,17 +73,23 @@ def log_to_mlflow(report: EvalReport, subject: Subject, *, text: str) -> str:
         return ""
     client = registry_client(tracking_uri())
     name, model_id = f"{version.name}/{version.version}", version.tags[f"{TAG}model_id"]
-    trained = client.get_run(subject.plan.mlflow_run_id)
+    trained = run_or_none(client, subject.plan.mlflow_run_id)
+    experiment_id = trained.info.experiment_id if trained else experiment_of(client, subject.plan.config.name)
+    try:
+        check_artifacts(client, experiment_id)
+    except ValueError as error:
+        logger.warning("the evaluation is not in MLflow: %s", error)
+        return ""
     source = text or "held-out text"
     tags = {
-        "mlflow.parentRunId": trained.info.run_id,
+        **({"mlflow.parentRunId": trained.info.run_id} if trained else {}),
         "mlflow.source.name": "shardline",
         f"{TAG}evaluates": name,
         f"{TAG}text": source,
         f"{TAG}dataset_fingerprint": report.shards_fingerprint,
         f"{TAG}checkpoint_sha256": report.checkpoint_sha256,
     }
-    run = client.create_run(trained.info.experiment_id, run_name=f"evaluate {name} on {source}"[:250], tags=tags)
+    run = client.create_run(experiment_id, run_name=f"evaluate {name} on {source}"[:250], tags=tags)
     run_id = run.info.run_id
     dataset = Dataset(
         name=report.shards_fingerprint[:16],  # its folder under SHARDLINE_HOME/tokens

@@ -14,6 +14,7 @@ from rich.text import Text
 from training.planner.gpu_catalog import PRECISIONS, slow_devices
 from training.planner.precision import choose_precision
 from training.records.inventory import Device, Host, Inventory, Link
+from training.tracking.words import counted
 
 BYTES_PER_PARAMETER = 16  # fp32 weights 4, gradients 4, AdamW's two moments 8
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # weights and moments
@@ -71,7 +72,7 @@ def host_warnings(host: Host) -> list[str]:
         found.append(f"{host.cores} core: training, logging and the head share it. Give the container more --cpus.")
     if on_cpu and len(host.devices) > host.cores:
         found.append(
-            f"{len(host.devices)} CPU ranks share {host.cores} core{'s' if host.cores > 1 else ''} and wait "
+            f"{len(host.devices)} CPU ranks share {counted(host.cores, 'core')} and wait "
             f"for each other: set parallel.ranks to {host.cores} or less."
         )
     if host.disk_free_gib < LEAST_DISK_GIB:
@@ -137,7 +138,7 @@ def host_line(host: Host) -> str:
     shared = "" if host.shared_memory_gib is None else f", /dev/shm {host.shared_memory_gib:.1f} GiB"
     measured = f"; rates measured {host.measured_at[:16].replace('T', ' ')} UTC" if host.measured_at else ""
     return (
-        f"{host.name}: {host.cores} core{'s' if host.cores > 1 else ''}, {host.memory_gib:.1f} GiB memory{shared}, "
+        f"{host.name}: {counted(host.cores, 'core')}, {host.memory_gib:.1f} GiB memory{shared}, "
         f"{host.disk_free_gib:.1f} GiB disk free{measured}"
     )
 
@@ -202,7 +203,7 @@ def hardware_rows(inventory: Inventory) -> list[dict[str, Any]]:
 def meaning_lines(inventory: Inventory) -> list[str]:
     facts = meaning(inventory)
     ranks, threads = facts["ranks"], facts["threads_per_rank"]
-    per_rank = "one per GPU" if facts["device_kind"] == "cuda" else f"{threads} thread{'s' if threads > 1 else ''} each"
+    per_rank = "one per GPU" if facts["device_kind"] == "cuda" else f"{counted(threads, 'thread')} each"
     lines = [
         f"precision: {facts['precision']}, because {facts['precision_reason']}",
         f"ranks: {ranks}, {per_rank}",
@@ -218,7 +219,9 @@ def meaning_lines(inventory: Inventory) -> list[str]:
                 f"{host.allreduce_latency_us:.0f} us for a small one"
             )
         checkpoints = int(host.disk_free_gib * GIB / (CHECKPOINT_BYTES_PER_PARAMETER * 100_000_000))
-        lines.append(f"disk on {host.name}: room for {checkpoints} checkpoints of 100M parameters (1.2 GB each)")
+        lines.append(
+            f"disk on {host.name}: room for {counted(checkpoints, 'checkpoint')} of 100M parameters (1.2 GB each)"
+        )
     return lines
 
 

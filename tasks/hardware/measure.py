@@ -40,6 +40,7 @@ from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.node import NodeEnd, NodeTask
 from training.records.record import DamagedRecord, Record
 from training.tracking.redaction import plain
+from training.tracking.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +260,7 @@ def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_
         if status != "exit code 0":
             failures = NodeEnd.read(end).failures if end.exists() else ()
             causes = (f"rank {failure.rank}: {failure.cause}" for failure in failures)
-            what = f"measuring {ranks} rank{'s' if ranks > 1 else ''} failed ({'; '.join([status, *causes])})"
+            what = f"measuring {counted(ranks, 'rank')} failed ({'; '.join([status, *causes])})"
             raise RuntimeError(f"{what}. The end of its output:\n{last_lines(output.read_text())}")
         return Measured.read(out)
 

@@ -29,6 +29,7 @@ from tasks.hardware.preflight import HostFacts, container_spec
 from training.config.launch import LaunchConfig
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.node import CollectiveReport
+from training.tracking.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def measure(host: DockerHost, launch: LaunchConfig, *, slots: int, cores: int, h
         if output.code != 0:
             how = f"exit code {output.code}" if output.code is not None else f"no answer in {MEASURE_TIMEOUT_S} s"
             raise HostError(
-                f"{host.name}: measuring {slots} rank{'s' if slots > 1 else ''} failed ({how}). The end of its "
+                f"{host.name}: measuring {counted(slots, 'rank')} failed ({how}). The end of its "
                 f"output:\n{last_lines(output.stdout + output.stderr)}",
                 hosts=(host.name,),
             )

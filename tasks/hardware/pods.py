@@ -42,6 +42,7 @@ from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
 from training.node.host_check import Asked
 from training.records.inventory import Inventory, Measured
+from training.tracking.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -412,8 +413,8 @@ def _measure(
             if output.code != 0:
                 how = f"exit code {output.code}" if output.code is not None else f"no end in {MEASURE_TIMEOUT_S} s"
                 raise HostError(
-                    f"{node} (machine {output.state.machine}): measuring {slots} ranks failed ({how}). The end of its "
-                    f"output:\n{last_lines(output.text)}",
+                    f"{node} (machine {output.state.machine}): measuring {counted(slots, 'rank')} failed "
+                    f"({how}). The end of its output:\n{last_lines(output.text)}",
                     hosts=(node,),
                 )
         return {node: (outputs[node].state.machine, Measured.read(path)) for node, path in paths.items()}

@@ -22,6 +22,7 @@ from tasks.workspace.paths import home
 from training.config.slurm import SlurmConfig
 from training.node.host_check import Asked
 from training.records.inventory import Inventory, Measured
+from training.tracking.words import counted
 
 CHECK_TIMEOUT_S = 120.0  # at its first start on a node, a container may unpack its image
 
@@ -199,8 +200,8 @@ def _measure(nodes: JobNodes, host: JobNode, *, slots: int, cores: int) -> Measu
         code, output = run_step(nodes, host, *words, what="measure", timeout_s=MEASURE_TIMEOUT_S)
         if code != 0:
             raise HostError(
-                f"{host.name} ({host.machine}): measuring {slots} ranks failed ({_how(code, MEASURE_TIMEOUT_S)}). The "
-                f"end of its output:\n{last_lines(output)}",
+                f"{host.name} ({host.machine}): measuring {counted(slots, 'rank')} failed "
+                f"({_how(code, MEASURE_TIMEOUT_S)}). The end of its output:\n{last_lines(output)}",
                 hosts=(host.name,),
             )
         return Measured.read(out)

@@ -13,6 +13,7 @@ from tasks.inference.onnx_batching import BatchedGenerator
 from tasks.inference.onnx_generator import TextGenerator, has_graph
 from training.config.serving import InferenceConfig
 from training.records.results import QUANTIZED, ExportedModel, LatencyReport
+from training.tracking.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -113,5 +114,5 @@ def _preferred(
         return "torch", "the export has no graph that decodes in this precision"
     if not gpus:
         return "onnx", "no GPU is visible here"
-    found = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {gpus[0].name}"
+    found = f"{counted(len(gpus), 'GPU')}: {gpus[0].name}"
     return ("torch", found) if has_torch else ("onnx", f"{found}, but torch is not installed: {TORCH_CURE}")

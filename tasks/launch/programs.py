@@ -67,7 +67,8 @@ def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], 
     if result_path.exists():
         result = None if train_failure(result_path) else TrainResult.read(result_path)
         if result is not None and is_finished(plan, result, read_rows(run_dir / "metrics.jsonl")):
-            logger.info("training is done already%s: step %d, loss %.4f", _ended_by(result), result.step, result.loss)
+            done = f"{_ended_by(result)}: step {result.step:,}"
+            logger.info("training is done already%s, loss %.4f", done, result.loss)
             return result
         result_path.unlink()
     rows = NewRows(run_dir / "metrics.jsonl")
@@ -84,7 +85,8 @@ def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], 
     result = TrainResult.read(fresh(result_path))
     if result.stopped_by == "signal":
         raise RunStopped(f"training was stopped at step {result.step}: `shardline resume {plan.run_id}` goes on")
-    logger.info("training is done%s: step %d of %d, loss %.4f", _ended_by(result), result.step, plan.steps, result.loss)
+    done = f"{_ended_by(result)}: step {result.step:,} of {plan.steps:,}"
+    logger.info("training is done%s, loss %.4f", done, result.loss)
     learn(run_dir, result)
     return result
 

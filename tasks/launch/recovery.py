@@ -32,6 +32,7 @@ from training.records.memory_checkpoint import newest_step
 from training.records.plan import CustomProgramPlan
 from training.records.record import Record
 from training.records.train_result import TrainResult
+from training.tracking.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class Attempts:
             if outcome.cause not in self.launch.retried:
                 raise self._failed(failure, "another attempt would end the same way", outcome, cause=outcome.cause)
             if failures >= self.launch.attempts:
-                why = f"{failures} attempts without a new checkpoint (launch.attempts)"
+                why = f"{counted(failures, 'attempt')} without a new checkpoint (launch.attempts)"
                 raise self._failed(failure, why, outcome, cause=outcome.cause)
             if outcome.cause == "gpu fault":
                 self._leave_out_if_broken(place, failure, outcome)
@@ -179,7 +180,7 @@ class Attempts:
         left = len(hosts - set(self.left_out))
         needed = 1 if self.one_rank else self.launch.min_hosts or len(planned)
         if left < needed:
-            why += f", and without {outcome.host} {left} hosts are left of the {needed} that are needed"
+            why += f", and without {outcome.host} {left} of the {counted(needed, 'host')} needed are left"
             raise self._failed(failure, why, outcome, cause="gpu fault")
         logger.warning("%s: continuing without %s", why, outcome.host)
 

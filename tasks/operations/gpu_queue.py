@@ -30,6 +30,7 @@ from tasks.workspace.paths import home, run_folder
 from tasks.workspace.processes import local_process, process_key
 from tasks.workspace.skip import skip_unreadable
 from training.config.run import RunConfig
+from training.tracking.words import format_duration
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,9 @@ def wait_for_gpus(look: Look, holder: Holder, *, run_id: str) -> None:
             now = time.monotonic()
             if found != holder or now > reported_at + REPORT_EVERY_S:
                 holder, reported_at = found, now
-                logger.warning("%s has been waiting for GPUs for %.0f min: %s", run_id, (now - began_at) / 60, holder)
+                logger.warning(
+                    "%s has been waiting for GPUs for %s: %s", run_id, format_duration(now - began_at), holder
+                )
             time.sleep(min(LONGEST_LOOK_S, FIRST_LOOK_S + (now - began_at) / 60))
     except Exception:
         raise
@@ -102,7 +105,7 @@ def wait_for_gpus(look: Look, holder: Holder, *, run_id: str) -> None:
         raise RunStopped(
             f"interrupted while it waited for GPUs ({holder}): `shardline resume {run_id}` asks again"
         ) from None
-    logger.info("%s has its GPUs after %.0f s", run_id, time.monotonic() - began_at)
+    logger.info("%s has its GPUs after %s", run_id, format_duration(time.monotonic() - began_at))
 
 
 # Slurm

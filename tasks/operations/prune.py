@@ -19,11 +19,12 @@ from tasks.operations.ps import run_folders
 from tasks.registry.tags import TAG
 from tasks.tracking.client import registry_client
 from tasks.workspace.locks import AlreadyOwned, Locked, exclusive, is_owned, owned
-from tasks.workspace.paths import home, tracking_uri
+from tasks.workspace.paths import home, present, tracking_uri
 from tasks.workspace.skip import skip_unreadable
 from training.records.record import Record, read_fields
 from training.records.token_shards import TokenShards
 from training.shards.format import MANIFEST
+from training.tracking.words import counted
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -131,7 +132,7 @@ def _read(folder: Path) -> RunFolder:
                     config["train"].get("optimizer_path"),
                     *plan.get("local_copies", {}).values(),
                 )
-                needs |= {Path(path).resolve() for path in named if path}
+                needs |= {present(Path(path).resolve()) for path in named if path}
         run = folder / "run.json"
         mlflow_run_id = read_fields(run)["mlflow_run_id"] if run.exists() else ""
         return RunFolder(folder, (time.time() - changed) / DAY_S, needs, mlflow_run_id)
@@ -152,9 +153,9 @@ def _kept_runs(
         elif name in registered:
             kept[name] = f"{registered[name]} was made of it"
         elif number < keep_newest:
-            kept[name] = f"one of the {keep_newest} newest"
+            kept[name] = f"one of the {keep_newest:,} newest"
         elif run.age_days < older_than_days:
-            kept[name] = f"{run.age_days:.0f} days old"
+            kept[name] = _age(run.age_days)
     by_name = {run.folder.name: run for run in runs}
     todo = list(kept)
     while todo:
@@ -166,10 +167,14 @@ def _kept_runs(
     return kept
 
 
+def _age(days: float) -> str:
+    return f"{counted(round(days), 'day')} old"
+
+
 def _judged_runs(runs: Iterable[RunFolder], kept: Mapping[str, str]) -> Iterator[Item]:
     for run in runs:
         name = run.folder.name
-        yield _item("run", run.folder, kept=name in kept, why=kept.get(name, f"{run.age_days:.0f} days old"))
+        yield _item("run", run.folder, kept=name in kept, why=kept.get(name, _age(run.age_days)))
 
 
 def _judged_checkpoints(registered: Iterable[RunFolder], older_than_days: float) -> Iterator[Item]:
@@ -198,7 +203,7 @@ def _judged_shards(kept: Sequence[RunFolder], older_than_days: float) -> Iterato
         if users or unknown:
             yield _item("shards", folder, kept=True, why=f"{', '.join(users or unknown)} may need them")
         elif age_days < older_than_days:
-            yield _item("shards", folder, kept=True, why=f"{age_days:.0f} days old")
+            yield _item("shards", folder, kept=True, why=_age(age_days))
         else:
             yield _item("shards", folder, kept=False, why="no run that is kept was trained on them")
 
@@ -211,7 +216,7 @@ def _judged_copies(kept: Sequence[RunFolder], older_than_days: float) -> Iterato
         if users:
             yield _item("copy", folder, kept=True, why=f"{', '.join(users)} began with it")
         elif age_days < older_than_days:
-            yield _item("copy", folder, kept=True, why=f"{age_days:.0f} days old")
+            yield _item("copy", folder, kept=True, why=_age(age_days))
         else:
             yield _item("copy", folder, kept=False, why="no run that is kept began with it")
 

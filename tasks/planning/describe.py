@@ -5,15 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from tasks.display.numbers import (
-    describe_utilisation,
-    device_noun,
-    format_amount,
-    format_duration,
-    format_money,
-)
+from tasks.display.numbers import describe_utilisation, device_noun, format_amount, format_money
 from tasks.planning.price import per_1b
 from training.records.plan import RankedLayout, RunPlan, describe_stages
+from training.tracking.words import counted, format_duration
 
 LAYOUTS_SHOWN = 4
 
@@ -43,16 +38,17 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
     parts = ", ".join(f"{part} {gib:.2f}" for part, gib in predicted.memory_gib.items())
     shares = ", ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in predicted.step_s.items())
     used = describe_utilisation(mfu=predicted.mfu, matmul_share=predicted.matmul_share)
-    layout = _describe_sizes(plan.ranks_per_host)
+    layout, devices = _describe_sizes(plan.ranks_per_host), device_noun(plan.device_kind, plan.world_size)
+    layers, sequences = counted(shape.layers, "layer"), counted(plan.config.train.global_batch, "sequence")
     return [
-        ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
-        ("vocabulary, context", f"{plan.vocab_size:,} tokens, {plan.config.train.context} positions"),
-        ("strategy", f"{plan.strategy} on {layout} {plan.device_kind} ranks, {plan.describe_precision}"),
         (
-            "global batch",
-            f"{plan.config.train.global_batch} sequences = {plan.batch_tokens:,} tokens: {_micro_batches(plan)}",
+            "model",
+            f"{shape.architecture}, {layers} x {shape.width:,}, {shape.parameters:,} parameters",
         ),
-        ("steps", f"{plan.steps:,} steps, {plan.steps * plan.batch_tokens:,} tokens"),
+        ("vocabulary, context", f"{plan.vocab_size:,} tokens, {plan.config.train.context:,} positions"),
+        ("strategy", f"{plan.strategy} on {layout} {devices}, {plan.describe_precision}"),
+        ("global batch", f"{sequences} = {plan.batch_tokens:,} tokens: {_micro_batches(plan)}"),
+        ("steps", f"{counted(plan.steps, 'step')}, {plan.steps * plan.batch_tokens:,} tokens"),
         ("memory per rank", f"{memory:.2f} GiB predicted ({parts})"),
         ("compute", f"{predicted.flops_per_token / 1e6:,.1f} MFLOP per token (6N + 12LHQT)"),
         (
@@ -87,7 +83,7 @@ def _describe_cost(plan: RunPlan) -> list[tuple[str, str]]:
 
 def _micro_batches(plan: RunPlan) -> str:
     """`2 ranks x 1 accumulated x micro-batch 8`, or `3 ranks, 1 accumulated x micro-batches 2 x 7 + 2`."""
-    replicas = f"{plan.dp} {'ranks' if plan.dp == plan.world_size else 'replicas'}"
+    replicas = counted(plan.dp, "rank" if plan.dp == plan.world_size else "replica")
     if not plan.is_unequal:
         return f"{replicas} x {plan.accumulation} accumulated x micro-batch {plan.micro_batch}"
     shares = _describe_sizes(plan.micro_batches)

@@ -42,7 +42,7 @@ def learn(run_dir: Path, result: TrainResult) -> None:
     except ValueError as why:
         logger.info("the speeds that this run measured do not correct the predictions of later plans: %s", why)
     except OSError as error:
-        logger.warning("prices: the measurements of this run could not be kept for later plans (%s)", error)
+        logger.warning("the speeds that this run measured could not be kept for later plans (%s)", error)
 
 
 def keep(new: Measurement) -> None:
@@ -65,5 +65,5 @@ def _read(path: Path) -> tuple[Measurement, ...]:
         return ()
     except (DamagedRecord, OSError) as error:
         why = error.problem if isinstance(error, DamagedRecord) else error
-        logger.warning("prices: planning without measurements of earlier runs: %s", why)
+        logger.warning("planning without the speeds that earlier runs measured: %s", why)
         return ()

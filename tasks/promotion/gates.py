@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from training.config.promotion import GatesConfig, TaskFloor
+from training.tracking.words import counted
 
 PASSED, NOT_PASSED = "passed", "not passed"  # the first word of a verdict
 
@@ -91,20 +92,19 @@ def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improve
         return Check("loss", True, f"{loss}, and {champion_is}'s is not finite")
     improvement = champion.loss - challenger.loss
     passed = improvement >= min_improvement if min_improvement else improvement > 0
-    where = "below" if improvement > 0 else "above"
     least = f"at least {min_improvement:g} below" if min_improvement > 0 else f"at most {-min_improvement:g} above"
     needed = f" (needed: {least if min_improvement else 'below'})" if min_improvement or not passed else ""
     return Check(
         "loss",
         passed,
-        f"{loss}, {abs(improvement):.4f} nats per token {where} {champion_is}'s {champion.loss:.4f}{needed}",
+        f"{loss}, {_against(-improvement)} {champion_is}'s {champion.loss:.4f}{needed}",
     )
 
 
 def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Check:
     """Check for each source of the same held-out text that the loss is not worse than the champion's by too much."""
     if champion is None:
-        return Check("sources", True, "there is no champion yet whose losses by source could be compared")
+        return Check("sources", True, "there is nothing yet to compare its losses by source with")
     new, old = challenger.by_source or {}, champion.by_source or {}
     if other := _other_data(challenger, champion):
         return Check("sources", False, f"losses by source cannot be compared: {other}")
@@ -119,16 +119,22 @@ def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: G
         )
     changes = {name: new[name] - old[name] for name in bounded}
     worse = [
-        f"{name} {changes[name]:+.4f}, needed: at most +{bound:g}"
+        f"{name}: {_against(changes[name])} it (needed: at most {bound:g} above)"
         for name, bound in bounded.items()
         if not changes[name] <= bound
     ]
     if worse:
         return Check("sources", False, f"worse than champion {champion.name}/{champion.version} on {'; '.join(worse)}")
     worst = max(changes, key=lambda name: changes[name], default="")
-    side = "below" if worst and changes[worst] < 0 else "above"
-    largest = f"; the least good, {worst}, is {abs(changes[worst]):.4f} nats per token {side} it" if worst else ""
-    return Check("sources", True, f"{len(changes)} sources compared with the champion's{largest}")
+    largest = f"; the worst, {worst}, is {_against(changes[worst])} it" if worst else ""
+    return Check("sources", True, f"{counted(len(changes), 'source')} compared with the champion's{largest}")
+
+
+def _against(difference: float) -> str:
+    """`0.1259 nats per token below`, or `equal to` where the difference would show as 0.0000."""
+    if abs(difference) < 5e-5:
+        return "equal to"
+    return f"{abs(difference):.4f} nats per token {'below' if difference < 0 else 'above'}"
 
 
 def _other_data(challenger: Candidate, champion: Candidate) -> str:
@@ -172,4 +178,6 @@ def check_latency(p95_ms: float | None, *, budget_ms: float) -> Check:
             f"no p95 to compare with {budget_ms:g} ms: the model is not served; set gates.max_p95_ms=0",
         )
     passed = p95_ms <= budget_ms
-    return Check("latency", passed, f"p95 {p95_ms:.1f} ms, {'at most' if passed else 'needed: at most'} {budget_ms:g}")
+    return Check(
+        "latency", passed, f"p95 {p95_ms:.1f} ms, {'at most' if passed else 'needed: at most'} {budget_ms:g} ms"
+    )

@@ -105,6 +105,11 @@ def judge(client: MlflowClient, request: Request, *, tracking_uri: str) -> Case:
 
 def _requested_version(client: MlflowClient, request: Request) -> ModelVersion:
     if request.version is None:
+        if CHALLENGER not in aliases_of(client, request.model):
+            raise ValueError(
+                f"no version of {request.model} waits for its promotion, as none has the alias {CHALLENGER}: name one "
+                f"with --version (`shardline history {request.model}` has those that were champion)"
+            )
         return find_version(client, f"{request.model}@{CHALLENGER}")
     return find_version(client, f"{request.model}/{request.version}")
 

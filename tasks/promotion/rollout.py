@@ -20,6 +20,7 @@ from tasks.registry.models import aliases_of, find_version, replaced_by
 from tasks.registry.tags import CHALLENGER, CHAMPION, REPLACES
 from tasks.tracking.client import registry_client
 from training.config.promotion import RolloutConfig
+from training.tracking.words import format_duration
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -117,7 +118,7 @@ def watch_servers(
             time.sleep(max(0.0, min(MAX_SAMPLE_INTERVAL_S, seconds / MAX_SAMPLES, start + seconds - time.monotonic())))
     required = move.rollout.min_requests
     note = f"; fewer than the {required} requests that a rollback needs" if counts.requests < required else ""
-    end_move(client, move, outcome=f"promoted; watched for {seconds:g} s: {counts}{note}", well=True)
+    end_move(client, move, outcome=f"promoted; watched for {format_duration(seconds)}: {counts}{note}", well=True)
 
 
 class Superseded(Exception):

@@ -10,11 +10,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlparse
 
 from tasks.display.progress import time_progress
 from tasks.registry.tags import CHAMPION, GATE, REPLACES, TAG
-from tasks.tracking.client import registry_client
+from tasks.tracking.client import registry_client, run_or_none
+from tasks.workspace.paths import local_path
 from training.records.model_state import check_export
 from training.records.plan import RunPlan
 from training.records.record import sha256_config, sha256_file
@@ -86,7 +86,8 @@ def _what_there_is(client: MlflowClient, name: str) -> str:
         return f"it knows {', '.join(sorted(models))}"
     versions = sorted(int(version.version) for version in client.search_model_versions(f"name='{name}'"))
     aliases = [f"@{alias} -> {version}" for alias, version in sorted(aliases_of(client, name).items())]
-    return f"{name} has versions {', '.join(map(str, versions))} and aliases {', '.join(aliases) or 'none'}"
+    noun = "version" if len(versions) == 1 else "versions"
+    return f"{name} has {noun} {', '.join(map(str, versions)) or 'none'}; its aliases: {', '.join(aliases) or 'none'}"
 
 
 def aliases_of(client: MlflowClient, name: str) -> dict[str, int]:
@@ -105,10 +106,7 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
     version = find_version(client, ref)
     folder = _cached_folder(version, tracking_uri=tracking_uri, cache_dir=cache_dir) / "artifacts"
     if not (folder / "export" / "export.json").is_file():
-        raise ValueError(
-            f"{ref} (version {version.version}) has no {folder / 'export' / 'export.json'}: it was not registered by "
-            "Shardline, or its artifacts lie on another machine"
-        )
+        raise ValueError(f"{ref} (version {version.version}) {_why_no_files(version, folder / 'export')}")
     check_export(folder / "export", _check_files(folder / "export", ref))
     aliases = tuple(
         alias for alias, number in aliases_of(client, version.name).items() if number == int(version.version)
@@ -120,6 +118,15 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
         export_dir=folder / "export",
         records_dir=folder / "records",
         tags=dict(version.tags),
+    )
+
+
+def _why_no_files(version: ModelVersion, export: Path) -> str:
+    if not (run_id := version.tags.get(f"{TAG}run_id")):
+        return f"was not registered by Shardline: it has no {export / 'export.json'}"
+    return (
+        f"has no files on this machine: {export} is missing. `mlflow gc` or somebody deleted them, or they lie on the "
+        f"machine that registered it: copy that folder from there or from a backup, or train as run {run_id} did"
     )
 
 
@@ -145,9 +152,8 @@ def local_folder(version: ModelVersion, *, tracking_uri: str, part: str = "", sc
     from mlflow.artifacts import download_artifacts
 
     assert version.source, "MLflow has no version without a source"
-    address = urlparse(version.source)
-    if address.scheme in {"", "file"}:
-        return Path(unquote(address.path)) / part
+    if folder := local_path(version.source):
+        return folder / part
     uri = f"{version.source}/{part}" if part else version.source
     target = str(scratch) if scratch else None
     with time_progress(f"downloading {version.name} version {version.version}"):
@@ -157,7 +163,7 @@ def local_folder(version: ModelVersion, *, tracking_uri: str, part: str = "", sc
 def _cached_folder(version: ModelVersion, *, tracking_uri: str, cache_dir: Path | None) -> Path:
     """Return the folder of the whole version; it is downloaded once unless it is mounted."""
     assert version.source, "MLflow has no version without a source"
-    if cache_dir is None or urlparse(version.source).scheme in {"", "file"}:
+    if cache_dir is None or local_path(version.source):
         return local_folder(version, tracking_uri=tracking_uri)
     # The source's hash keeps versions of different registries apart.
     source = hashlib.sha256(version.source.encode()).hexdigest()
@@ -193,12 +199,13 @@ def lineage(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> di
     shards = TokenShards.read(records / "manifest.json")
     evaluation = EvalReport.read(records / "eval.json")
     exported = ExportedModel.read(model.export_dir / "export.json")
-    run = registry_client(tracking_uri).get_run(plan.mlflow_run_id)
-    commit = run.data.tags.get("mlflow.source.git.commit", "unknown")
+    run = run_or_none(registry_client(tracking_uri), plan.mlflow_run_id)
+    commit = run.data.tags.get("mlflow.source.git.commit", "unknown") if run else "unknown"
+    status = run.info.status if run else "unknown: MLflow no longer has its run"
     return {
         "model": {"name": model.name, "version": model.version, "aliases": list(model.aliases)},
         "verdict": tags.get(f"{TAG}verdict", ""),
-        "run": {"run_id": plan.run_id, "mlflow_run_id": run.info.run_id, "status": run.info.status},
+        "run": {"run_id": plan.run_id, "mlflow_run_id": plan.mlflow_run_id, "status": status},
         "git_commit": tags.get(f"{TAG}git_commit", commit),
         "config_sha256": tags.get(f"{TAG}config_sha256") or sha256_config(plan.config),
         "config": plan.config.model_dump(mode="json"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlflow
 import pandas as pd
+from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
 
@@ -31,7 +32,25 @@ class RegisteredText(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> list[str]:
-        return [self.generator.generate(prompt, **(params or {})) for prompt in model_input["prompt"]]
+        """Return a text for each row. Raises MlflowException, which MLflow's server answers with 400, for bad input."""
+        sampling = params or {}
+        if unset := [name for name, value in sampling.items() if value is None]:
+            raise _refused(f"params: {unset[0]} has no value: leave it out to use its default, or give a number")
+        prompts = list(model_input["prompt"])
+        for row, prompt in enumerate(prompts):
+            if not isinstance(prompt, str):  # MLflow lets missing values, bytes and lists pass as text
+                raise _refused(
+                    f"row {row} of the column prompt is {prompt!r:.80}, which is not text: give a string there (the "
+                    "empty string begins a new document), or leave the row out"
+                )
+        try:
+            return [self.generator.generate(prompt, **sampling) for prompt in prompts]
+        except ValueError as error:  # parameters out of range, characters that the tokenizer lacks
+            raise _refused(str(error)) from error
+
+
+def _refused(why: str) -> MlflowException:
+    return MlflowException.invalid_parameter_value(why)
 
 
 mlflow.models.set_model(RegisteredText())

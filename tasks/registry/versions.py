@@ -19,6 +19,7 @@ from training.records.record import sha256_config
 from training.records.results import EvalReport, ExportedModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
+from training.tracking.words import counted
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -157,6 +158,7 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
     """The version's card in Markdown, which its page in MLflow renders."""
     plan, report, parity, config = run.plan, run.evaluation, run.export.parity, run.plan.config
     shape, train = plan.shape, config.train
+    layers, steps = counted(shape.layers, "layer"), counted(run.result.step, "step")
     bits = "" if report.bits_per_byte is None else f", {report.bits_per_byte:.4f} bits per byte"
     commit = "unknown" if git_commit == "unknown" else f"`{git_commit[:12]}`"
     rows = [
@@ -165,10 +167,13 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
         ("export", f"{'within' if parity.passed else '**out of**'} the bounds: {parity.in_words}"),
         ("formats", run.export.formats),
         ("left out", escape_markdown(run.export.left_out)[:LEFT_OUT_CHARS]),
-        ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
+        (
+            "model",
+            f"{shape.architecture}, {layers} x {shape.width:,}, {shape.parameters:,} parameters",
+        ),
         (
             "training",
-            f"{run.result.step:,} steps of {train.global_batch} x {train.context} tokens, seed {train.seed}, "
+            f"{steps} of {train.global_batch:,} x {train.context:,} tokens, seed {train.seed}, "
             f"{plan.describe_precision}",
         ),
         (

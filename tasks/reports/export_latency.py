@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from training.records.results import SERVED, LatencyFigure, LatencyReport, PrecisionQuality
+from training.records.results import SERVED, LatencyFigure, LatencyReport, ParityReport, PrecisionQuality
 
 TITLES = {
     "forward": "Logits of whole texts",
@@ -29,6 +29,15 @@ def latency_rows(report: LatencyReport) -> list[dict[str, str]]:
         }
         for figure in report.figures
     ]
+
+
+def describe_precisions(parity: ParityReport) -> str:
+    """Say on which text the perplexities of `precision_rows` were measured: they are not the evaluation's."""
+    positions = max((graph.positions for graph in parity.graphs), default=0)
+    return (
+        f"These perplexities are at {positions:,} held-out positions, the sample on which the export's graphs are "
+        "compared. The evaluation's perplexity is of all held-out tokens."
+    )
 
 
 def precision_rows(precisions: Sequence[PrecisionQuality], report: LatencyReport | None = None) -> list[dict[str, str]]:

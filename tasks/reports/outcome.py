@@ -9,6 +9,7 @@ from tasks.planning.price import RunCost
 from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.train_result import TrainResult
+from training.tracking.words import format_duration
 
 
 class Outcome(Record):
@@ -101,7 +102,7 @@ def outcome_rows(outcome: Outcome) -> list[tuple[str, str]]:
         ("checkpoint", outcome.checkpoint),
         ("model", f"{outcome.model} version {outcome.version}, alias {outcome.alias or 'none'}"),
         ("gate", outcome.verdict),
-        ("stages", ", ".join(f"{name} {seconds:.0f} s" for name, seconds in outcome.stage_s.items())),
+        ("stages", ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in outcome.stage_s.items())),
         *([("device hours", _describe_spent(outcome.spent))] if outcome.spent else []),
         ("open MLflow", outcome.open_mlflow),
         *([("serve it", outcome.serve)] if outcome.serve else []),

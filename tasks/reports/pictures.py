@@ -8,10 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tasks.display.numbers import device_noun
 from training.records.plan import RunPlan
 from training.records.results import EvalReport, ExportedModel, RegisteredModel
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
+from training.tracking.words import counted, format_duration
 
 BLUE, RED, GREY = "#4a6fa5", "#d1603d", "#8a97a5"
 POINTS = 500  # points of a curve, as many as a line of 1,000 pixels can show
@@ -124,9 +126,9 @@ def _stage_notes(
     bits = "" if report.bits_per_byte is None else f"\n{report.bits_per_byte:.2f} bits per byte"
     return {
         "tokenize": f"{plan.vocab_size:,} tokens\nvocabulary",
-        "hardware": f"{plan.world_size} {plan.device_kind} ranks\n{plan.describe_precision}",
+        "hardware": f"{plan.world_size:,} {device_noun(plan.device_kind, plan.world_size)}\n{plan.describe_precision}",
         "plan": f"{plan.strategy}, {plan.shape.parameters / 1e6:.1f} M\nparameters",
-        "train": f"{result.step:,} steps\n{result.tokens_per_s:,.0f} tokens/s",
+        "train": f"{counted(result.step, 'step')}\n{result.tokens_per_s:,.0f} tokens/s",
         "evaluate": f"loss {report.loss:.3f}{bits}",
         "export": "weights,\nno ONNX" if difference is None else f"ONNX, max diff\n{difference:.1e}",
         "register": f"version {model.version}\n{model.alias}",
@@ -141,7 +143,9 @@ def _draw_stages(figure: Any, *, stage_s: dict[str, float], notes: dict[str, str
     axes.set_ylim(0, 1)
     for place, (stage, seconds) in enumerate(stage_s.items()):
         box = {"boxstyle": "round,pad=0.45", "facecolor": "#e8f0fe", "edgecolor": BLUE}
-        axes.text(place + 0.5, 0.72, f"{stage}\n{seconds:.1f} s", ha="center", va="center", fontsize=11, bbox=box)
+        axes.text(
+            place + 0.5, 0.72, f"{stage}\n{format_duration(seconds)}", ha="center", va="center", fontsize=11, bbox=box
+        )
         axes.text(place + 0.5, 0.16, notes.get(stage, ""), ha="center", va="center", fontsize=9, color="#444444")
         if place:
             arrow = {"arrowstyle": "->", "color": BLUE}

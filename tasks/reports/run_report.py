@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from tasks.display.html_page import write_html
-from tasks.display.numbers import format_amount, format_count, format_duration, format_money
+from tasks.display.numbers import format_amount, format_count, format_money
 from tasks.evaluation.report import table_of
 from tasks.planning.describe import describe_plan
 from tasks.planning.price import TRAINING, RunCost, per_1b
-from tasks.reports.export_latency import latency_rows, precision_rows
+from tasks.reports.export_latency import describe_precisions, latency_rows, precision_rows
 from tasks.reports.outcome import against_plan
 from tasks.reports.pictures import draw_curves
 from tasks.reports.run_data import RunData
@@ -25,6 +25,7 @@ from training.config.run import RunConfig
 from training.records.plan import RunPlan
 from training.records.results import LatencyReport
 from training.records.train_result import TrainResult
+from training.tracking.words import counted, format_duration
 
 PAGE, CURVES, LATENCY = "report.html", "curves.png", "export-latency.png"
 
@@ -52,6 +53,7 @@ def write_report(data: RunData) -> list[Path]:
         **_latency(data.latency, folder / LATENCY),
         precisions=[tuple(row.values()) for row in precisions],
         precision_heads=tuple(precisions[0]) if precisions else (),
+        precision_note=describe_precisions(exported.parity) if exported else "",
         left_out=list(exported.skipped.items()) if exported else [],
         plan=describe_plan(data.plan) if data.plan else [],
         against_plan=_plan_errors(data.plan, data.result) if data.plan and data.result else [],
@@ -107,7 +109,7 @@ def _plan_errors(plan: RunPlan, result: TrainResult) -> list[TextRow]:
         for quantity, before, after, template in rows
     ]
     times = format_duration(predicted.train_s), format_duration(result.train_s)
-    return [*cells, ("training", *times, "measured with validations and checkpoints")]
+    return [*cells, ("training", *times, "measured without validations and checkpoints")]
 
 
 def _settings(data: RunData) -> dict[str, Any]:
@@ -162,9 +164,7 @@ def _events(data: RunData) -> list[TextRow]:
     ]
     for attempt in data.attempts:
         ending, time = attempt["ending"], str(attempt["ended_at"]).replace("T", " ").partition(".")[0]
-        hosts = " + ".join(
-            f"{name} ({ranks} rank{'' if ranks == 1 else 's'})" for name, ranks in attempt["hosts"].items()
-        )
+        hosts = " + ".join(f"{name} ({counted(ranks, 'rank')})" for name, ranks in attempt["hosts"].items())
         event = f"attempt {attempt['number']} of {attempt['program']} on {hosts} ended: {ending['cause']}"
         reason = f"{ending['host']} {ending['detail']}".strip()
         rows.append((time, event, f"started at step {attempt['from_step']:,}", reason))
@@ -186,10 +186,13 @@ def _cost(spent: RunCost, device: str) -> list[TextRow]:
 def _lineage(data: RunData) -> Iterator[tuple[str, str]]:
     run, shards, result = data.run, data.shards, data.result
     if shards:
-        yield "data", f"{data.config.data.described}: {len(shards.sources):,} sources, fingerprint {shards.fingerprint}"
+        yield (
+            "data",
+            f"{data.config.data.described}: {counted(len(shards.sources), 'source')}, fingerprint {shards.fingerprint}",
+        )
         train, validation = (format_count(shards.tokens(split)) for split in ("train", "validation"))
         yield "tokens", f"{train} for training, {validation} held out for validation ({shards.split_rule})"
-        yield "tokenizer", f"{shards.tokenizer}, {shards.vocab_size:,} tokens, sha256 {shards.tokenizer_sha256}"
+        yield "tokenizer", f"{shards.tokenizer}, sha256 {shards.tokenizer_sha256}"
     if commits := list(dict.fromkeys(event.commit for event in data.events if event.commit)):
         yield "code", f"Shardline at commit {', then '.join(commits)}"
     if result:

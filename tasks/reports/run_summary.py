@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from tasks.display.numbers import format_amount, format_count, format_duration, format_money
+from tasks.display.numbers import format_amount, format_count, format_money
 from tasks.reports.run_data import INTERRUPTIONS, RunData
+from training.tracking.words import counted, format_duration
 
 
 def summary(data: RunData) -> list[str]:
@@ -27,8 +28,8 @@ def _describe_training(data: RunData) -> str:
         passes = f", {tokens / corpus_tokens:.2g} passes over its {format_count(corpus_tokens)} training tokens"
     return (
         f"{config.name} trained a {shape.architecture} model with {format_count(shape.parameters)} parameters "
-        f"({shape.layers} layers) for {data.step:,} of {plan.steps:,} steps on {format_count(tokens)} tokens of "
-        f"{corpus}{passes}."
+        f"({counted(shape.layers, 'layer')}) for {data.step:,} of {counted(plan.steps, 'step')} on "
+        f"{format_count(tokens)} tokens of {corpus}{passes}."
     )
 
 

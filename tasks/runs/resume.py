@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tasks.runs.folder import flattened, latest_config, read_plan, steps_done
+from tasks.workspace.paths import present
 from training.config.run import RunConfig
 from training.config.train import learning_rate
 from training.planner.mixture import plan_sources
@@ -193,7 +194,7 @@ def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect
     """Whether the `done` steps would have been the same with the new length and learning rates."""
     train, epoch = config.train, None
     if train.max_epochs or train.max_tokens or config.data.sources:
-        epoch = one_epoch(Path(plan.shards_dir), packing=train.packing, context=train.context)
+        epoch = one_epoch(present(Path(plan.shards_dir)), packing=train.packing, context=train.context)
     steps, sequences, _ = length(config, epoch, steps_in_time=steps_in_time(plan, config))
     if steps < done:
         raise ValueError(

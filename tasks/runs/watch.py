@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 
-from tasks.display.numbers import format_duration
 from training.config.alerts import AlertsConfig
 from training.planner.plan import disk_gib_needed
 from training.records.plan import RunPlan
+from training.tracking.words import format_duration
 
 logger = logging.getLogger(__name__)
 

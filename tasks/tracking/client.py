@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlparse
 
 from tasks.tracking.database import cure_of, make_database
-from tasks.workspace.paths import embedded_artifacts, tracking_uri
+from tasks.workspace.paths import embedded_artifacts, home, tracking_uri
 from tasks.workspace.wait import until
 from training.config.credentials import without_url_credentials
 from training.tracking.redaction import without_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 logger = logging.getLogger(__name__)
 PATIENCE_S, ASK_EVERY_S = 600.0, 2.0
@@ -77,6 +80,31 @@ def registry_client(tracking_uri: str) -> MlflowClient:
             f"MLflow at {without_url_credentials(tracking_uri)} does not answer ({why}): {cure_of(tracking_uri, why)}"
         ) from None  # without the cause: its text has the credentials, and a traceback would print it
     return client
+
+
+def run_or_none(client: MlflowClient, mlflow_run_id: str) -> Run | None:
+    """Return the run; None if MLflow has none of that ID, such as after `mlflow gc`."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(mlflow_run_id)
+    except MlflowException as error:
+        if error.error_code in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
+            return None
+        raise
+
+
+def check_artifacts(client: MlflowClient, experiment_id: str) -> None:
+    """Raise ValueError if MLflow would write files to where SHARDLINE_HOME was before it moved: it keeps that path."""
+    if (ours := embedded_artifacts()) is None:
+        return
+    theirs = client.get_experiment(experiment_id).artifact_location
+    old = Path(unquote(urlparse(theirs).path)).parent
+    if theirs != ours and theirs.startswith("file:") and not (old / "mlflow.db").exists():
+        raise ValueError(
+            f"MLflow keeps this model's files in {old}, where SHARDLINE_HOME was before it moved to {home()}. Let the "
+            f"old path lead to the new one, then start again: mkdir -p {old.parent} && ln -s {home()} {old}"
+        )
 
 
 def experiment_of(client: MlflowClient, name: str, *, tags: Mapping[str, str] | None = None) -> str:

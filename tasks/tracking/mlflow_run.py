@@ -21,7 +21,7 @@ from tasks.runs.folder import flattened
 from tasks.runs.history import note_start
 from tasks.runs.owner import claim
 from tasks.runs.resume import Resumptions
-from tasks.tracking.client import connect, experiment_of
+from tasks.tracking.client import check_artifacts, connect, experiment_of, run_or_none
 from tasks.tracking.code_version import git_commit
 from tasks.tracking.final_status import RunStatus, close, reopen
 from tasks.workspace.locks import owned
@@ -144,7 +144,8 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
     path = run_folder(run_id) / "run.json"
     if path.exists():
         run = TrackedRun.read(path)
-        if _is_known(client, run.mlflow_run_id):
+        if _is_known(client, run):
+            check_artifacts(client, run.experiment_id)
             reopen(client, run.folder, run.mlflow_run_id)
             logger.info("continuing MLflow run %s", run.mlflow_run_id)
             return run
@@ -156,6 +157,7 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
         )
         config, begun_by = run.begun_with, run.begun_by
     experiment_id = experiment_of(client, config.name, tags=TRAINING_PAGES)
+    check_artifacts(client, experiment_id)
     run = TrackedRun(
         run_id=run_id,
         mlflow_run_id=_created(client, experiment_id, run_id=run_id, tags=_code_tags(config, run_id=run_id)),
@@ -186,16 +188,16 @@ def _created(client: MlflowClient, experiment_id: str, *, run_id: str, tags: dic
     return str(created.info.run_id)
 
 
-def _is_known(client: MlflowClient, mlflow_run_id: str) -> bool:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.get_run(mlflow_run_id)
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return False
-        raise
-    return True
+def _is_known(client: MlflowClient, run: TrackedRun) -> bool:
+    """Whether MLflow has the run. Raises ValueError for one that was deleted there and can be restored."""
+    known = run_or_none(client, run.mlflow_run_id)
+    if known and known.info.lifecycle_stage == "deleted":
+        raise ValueError(
+            f"somebody deleted {run.run_id}'s run in MLflow: restore it (`mlflow runs restore --run-id "
+            f"{run.mlflow_run_id}`), or remove it for good (`mlflow gc --run-ids {run.mlflow_run_id}`), after which "
+            f"{run.run_id} continues in a new MLflow run"
+        )
+    return known is not None
 
 
 def _code_tags(config: RunConfig, *, run_id: str) -> dict[str, str]:
@@ -274,6 +276,7 @@ def log_figures(run: TrackedRun, figures: Mapping[str, float], *, step: int) -> 
 
 def log_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
     client = connect()
+    check_artifacts(client, run.experiment_id)
     for path in paths:
         client.log_artifact(run.mlflow_run_id, str(path), folder)
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import unquote, urlparse
 
 from tasks.workspace.processes import local_process
 from tasks.workspace.skip import skip_unreadable
@@ -34,6 +35,20 @@ def run_folder(run_id: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_id):
         raise ValueError(f"{run_id!r} is not a run's ID: `ls {home()}` lists the runs")
     return home() / run_id
+
+
+def present(path: Path) -> Path:
+    """Return where a file of SHARDLINE_HOME lies now: `path` as it was recorded, or its place in a home that moved."""
+    if path.exists():
+        return path
+    rests = (path.relative_to(parent) for parent in reversed(path.parents[1:]))  # the longest first; never a name alone
+    return next((home() / rest for rest in rests if (home() / rest).exists()), path)
+
+
+def local_path(uri: str) -> Path | None:
+    """Return the path that a file's URI names, where it lies now; None for a URI of another kind."""
+    address = urlparse(uri)
+    return present(Path(unquote(address.path))) if address.scheme in {"", "file"} else None
 
 
 def tracking_uri() -> str:

@@ -189,7 +189,7 @@ def test_one_rank_alone_is_started_again_too(backend: Local, undisturbed: Undist
 @only_local_in_ci
 def test_attempts_without_a_new_checkpoint_come_to_an_end(backend: Backend) -> None:
     run_dir = backend.make("limit", checkpoint__every_steps=STEPS, launch__attempts=1)
-    with pytest.raises(RunFailed, match=r"killed \(.*rank 1 was killed.*1 attempts without a new checkpoint") as failed:
+    with pytest.raises(RunFailed, match=r"killed \(.*rank 1 was killed.*1 attempt without a new checkpoint") as failed:
         train(run_dir, on_row=at_step(STRIKE, lambda: backend.kill_rank(run_dir)))
     assert failed.value.cause == "killed"
     assert causes(run_dir) == ["killed"]
@@ -399,6 +399,6 @@ def test_without_a_host_to_spare_the_run_ends_and_names_the_gpu(backend: Backend
     assert failed.value.detail.startswith(host.name)
     assert failed.value.detail.endswith(f", {gpu}: RuntimeError: {FAULT}")
     left, needed = backend.hosts - 1, backend.hosts
-    assert f"without {host.name} {left} hosts are left of the {needed} that are needed" in str(failed.value)
+    assert f"without {host.name} {left} of the {needed} host{'s' * (needed > 1)} needed are left" in str(failed.value)
     assert "launch.min_hosts" in str(failed.value)
     backend.assert_nothing_is_left(run_dir)

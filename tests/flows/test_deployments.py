@@ -50,7 +50,7 @@ def test_what_somebody_set_stays_through_down_and_up_until_it_is_reset(servers: 
     parameters["config"]["data"]["path"], parameters["config"]["name"] = "/srv/corpus", "mynights"
     # What is like the default is not listed: Prefect's form writes all fields.
     parameters["config"]["train"] |= {"beta2": 0.98, "log_every_steps": RunConfig().train.log_every_steps}
-    change(servers, page, parameters=parameters, tags=["team"], description="ours")
+    change(servers, page, parameters=parameters, tags=["team"], description="ours", paused=True)
     servers.prefect(f"{page}/schedules", [NIGHT])
     change(servers, f"{page}/schedules/{made['schedules'][0]['id']}", active=True)
     as_set = settings(deployment(servers, NIGHTLY))
@@ -67,7 +67,9 @@ def test_what_somebody_set_stays_through_down_and_up_until_it_is_reset(servers: 
     change(servers, page, enforce_parameter_schema=False)
     change(servers, page, parameters=parameters)
     _, err = user_folder.run("deploy")
-    kept = "config.data.path, config.name, config.train.beta2, config.launch.hosts, tags, schedules, description"
+    kept = (
+        "config.data.path, config.name, config.train.beta2, config.launch.hosts, tags, schedules, description, paused"
+    )
     (said,) = [line for line in err.splitlines() if f"{NIGHTLY} keeps" in line]
     assert {*said.partition("in Prefect: ")[2].partition(" (")[0].split(", ")} == {*kept.split(", ")}, said
     assert f"`shardline deploy --reset {NIGHTLY}`" in said

@@ -52,6 +52,6 @@ def test_a_comparison_corrects_the_next_plans_of_its_layouts(user_of_prefect: Us
         after = plan(user_folder, f"parallel.strategy={name}")
         assert abs(step_ms(after) / ms - 1) < abs(step_ms(before[name]) / ms - 1)
         # "… by what N runs measured"; by the median, if the corrected prices prefer a variant of fsdp that did not run
-        assert any(reason.startswith("prices: corrected by") for reason in after["reasons"]), after["reasons"]
+        assert any(reason.startswith("predictions: corrected by") for reason in after["reasons"]), after["reasons"]
     elsewhere = plan(user_folder, "--hosts", "1x2xA100-80GB-SXM")
     assert not elsewhere["predicted"]["correction"]["runs"]

@@ -206,7 +206,7 @@ def test_retry_of_a_night_goes_on_with_its_run_and_the_next_has_nothing_to_do(se
     skipped = servers.wait(servers.submit("pretrain-nightly", config, min_new_mib=0.0), timeout_s=WITHIN_S)["state"]
     assert (skipped["name"], skipped["message"]) == (
         "Skipped",
-        f"nothing new: night/1 knows all 40 files of {servers.user_folder.corpus}",
+        f"nothing new: night/1 knows the 40 files of {servers.user_folder.corpus}",
     )
 
 

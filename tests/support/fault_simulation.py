@@ -1340,7 +1340,7 @@ class World(Scheduler):
         if failure.cause not in launch.retried:
             if failure.cause not in self.possible_causes[last]:
                 self.violate(f"the run failed by {failure.cause}, which nothing made: {_text(failure)}")
-        elif "attempts without a new checkpoint" in str(failure):
+        elif " without a new checkpoint (launch.attempts)" in str(failure):
             since = sorted(
                 at
                 for number, at in self.began_at.items()

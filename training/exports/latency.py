@@ -22,6 +22,7 @@ from training.exports.parity import batch_graphs_in, graphs_in
 from training.node.compiler import why_no_compile
 from training.records.plan import RunPlan
 from training.records.results import SERVED, LatencyFigure, LatencyReport
+from training.tracking.words import counted
 
 ROUNDS = range(3, 31)  # from the fewest to the most runs of a shape, as its time allows
 
@@ -49,7 +50,7 @@ def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport
     for graph, batch, length in shapes:
         figures += in_turns(engines, graph, batch, length, seconds=bounds.latency_seconds / len(shapes))
     return LatencyReport(
-        device=f"CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}",
+        device=f"CPU, {counted(torch.get_num_threads(), 'thread')}",
         figures=tuple(figures),
         skipped={"torch.compile": why} if why else {},
         seconds=time.perf_counter() - started,

@@ -7,6 +7,7 @@ from pathlib import Path
 from training.records.plan import RunPlan
 from training.records.results import EvalReport, ParityReport
 from training.records.train_result import TrainResult
+from training.tracking.words import counted
 
 
 def model_card(plan: RunPlan, result: TrainResult, *, parity: ParityReport, run_dir: Path, folder: Path) -> str:
@@ -22,8 +23,8 @@ tags: [shardline, {shape.architecture}{", onnx" * bool(parity.graphs)}]
 # {plan.config.model_name}
 
 A {shape.architecture} {"masked" if masked else "causal"} language model of {shape.parameters / 1e6:.1f} million
-parameters ({shape.layers} layers, width {shape.width}, {shape.heads} heads), context {train.context} tokens,
-vocabulary {plan.vocab_size}; made by Shardline's run `{plan.run_id}`.
+parameters ({counted(shape.layers, "layer")}, width {shape.width:,}, {counted(shape.heads, "head")}), context
+{train.context:,} tokens, vocabulary {plan.vocab_size:,}; made by Shardline's run `{plan.run_id}`.
 
 ## Data
 Corpus `{plan.config.data.described}`, token shards with fingerprint `{plan.shards_fingerprint}`. What may be done with

@@ -201,8 +201,12 @@ def _why_best(ranking: Ranking) -> str:
     slower = next_best.step_s / best.step_s - 1
     if slower < 0:
         return f"{speed}; {next_best.layout} is {-slower:.1%} faster, which is less than the prediction can tell apart"
-    behind = f"{slower:.1%} slower" if slower >= 5e-4 else "predicted as fast"
-    return f"the fastest that fits, {speed}; next is {next_best.layout}, {behind}"
+    return f"the fastest that fits, {speed}; next is {next_best.layout}, {describe_slower(slower)}"
+
+
+def describe_slower(share: float) -> str:
+    """`3.1% slower`, or `predicted as fast` where the share would show as 0.0%."""
+    return f"{share:.1%} slower" if share >= 5e-4 else "predicted as fast"
 
 
 def _why_fewer_hosts(config: RunConfig, ranking: Ranking, fewer: FewerHosts, inventory: Inventory) -> str:
@@ -246,7 +250,7 @@ def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
         reasons.append(f"activation checkpointing {layout.recompute}: {_without(ranking, 'recompute')}")
     if layout.cp > 1 and not config.parallel.cp:
         reasons.append(
-            f"context parallel: no layout of whole sequences of {config.train.context} tokens fits; "
+            f"context parallel: no layout of whole sequences of {config.train.context:,} tokens fits; "
             f"{layout.cp} ranks share each"
         )
     if layout.sequence_parallel and config.parallel.sequence_parallel == "auto":
@@ -278,8 +282,8 @@ def _why_fewer_bytes(ranking: Ranking) -> list[str]:
     if own_s >= other_s:
         return []
     return [
-        f"{best.layout.strategy} carries bf16 from layer to layer, {other.layout.strategy} fp32: the operations that "
-        f"memory's speed limits take {1000 * own_s:,.0f} ms of a step instead of {1000 * other_s:,.0f}"
+        f"{best.layout.strategy} keeps hidden states in bf16, {other.layout.strategy} in fp32: memory-bound operations "
+        f"take {1000 * own_s:,.0f} ms of a step instead of {1000 * other_s:,.0f}"
     ]
 
 
@@ -307,16 +311,16 @@ def _why_kept(config: RunConfig, ranking: Ranking) -> list[str]:
         if asked != "auto" or other is None:
             continue
         gib = abs(other.needed_gib - best.needed_gib)
+        more = f"{gib:.2f} GiB" if gib >= 0.005 else "less than 0.01 GiB"
         if is_taken and other.fits:
-            longer = other.step_s / best.step_s - 1
-            reasons.append(
-                f"{field} {taken}: to {what} takes {gib:.1f} GiB more; without it a step is {longer:.1%} longer"
-            )
+            slower = describe_slower(other.step_s / best.step_s - 1)
+            reasons.append(f"{field} {taken}: to {what} takes {more} more; without it a step is {slower}")
         elif is_taken:
             reasons.append(f"{field} {taken}: the layout does not fit otherwise")
         elif other.fits:
-            saved = max(0.0, 1 - other.step_s / best.step_s)
-            reasons.append(f"{field} {plain}: to {what} would take {gib:.1f} GiB more and save {saved:.1%} of a step")
+            saved = 1 - other.step_s / best.step_s
+            saves = f"save {saved:.1%} of a step" if saved >= 5e-4 else "save no time"
+            reasons.append(f"{field} {plain}: to {what} would take {more} more and {saves}")
         else:
             missing = other.missing_gib
             reasons.append(f"{field} {plain}: to {what} would take {gib:.1f} GiB, {missing:.1f} more than are usable")
@@ -328,7 +332,7 @@ def _without(ranking: Ranking, field: str) -> str:
     plain = [each for each in ranking.fitting if getattr(each.layout, field) == "none"]
     if plain:
         slower = min(each.step_s for each in plain) / ranking.fitting[0].step_s - 1
-        return f"without it the fastest that fits is {slower:.1%} slower"
+        return f"without it the fastest that fits is {describe_slower(slower)}"
     unfit = next((each for each in ranking.unfitting if getattr(each.layout, field) == "none"), None)
     return f"nothing fits without it: {_misses(unfit)}" if unfit else "nothing is possible without it"
 

@@ -25,6 +25,7 @@ from training.records.correction import Correction, Measurement, Priced
 from training.records.inventory import Host, Inventory
 from training.records.plan import RunPlan, describe_stages, unmeasured_parts
 from training.records.train_result import TrainResult
+from training.tracking.words import counted
 
 LEAST, MOST = 2 / 3, 3 / 2  # of a factor: what is further off is a defect, of the run or of the cost model
 LAST_RUNS = 5  # of a layout, of which the median counts
@@ -101,13 +102,13 @@ class Corrections:
         kind, used = describe_kind(config, layout), self.of(config, layout)
         if not used.runs:
             return ""
-        runs = f"{len(used.runs)} run{'s' * (len(used.runs) > 1)} on this machine ({', '.join(used.runs)})"
+        runs = f"{counted(len(used.runs), 'run')} on this machine ({', '.join(used.runs)})"
         by = f"what {runs} measured"
         if kind not in self.by_kind:
             by = f"the median of the layouts that ran, as {kind} did not: {runs}"
         said = [f"computing {_times(used.computing)} as long", f"communication {_times(used.communication)}"]
         said += [f"memory {_times(used.memory)}"] if kind in self.by_kind else []
-        return f"prices: corrected by {by}: {', '.join(said)}"
+        return f"predictions: corrected by {by}: {', '.join(said)}"
 
 
 NO_CORRECTIONS = Corrections({}, Correction())
@@ -214,8 +215,8 @@ def _steady_rows(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any
     steps = logged[-1]["step"] - first["step"] if logged else 0
     if steps < MIN_STEPS or len(logged) < MIN_ROWS:
         raise ValueError(
-            f"it has {len(logged)} rows over {steps} steps after its first one, and {MIN_ROWS} rows over {MIN_STEPS} "
-            "steps are the least that count"
+            f"after its first step it logged {counted(len(logged), 'row')} of figures over {counted(steps, 'step')}, "
+            f"and {MIN_ROWS} rows over {MIN_STEPS} steps are needed"
         )
     times = [row["step_ms"] for row in logged]
     low, middle, high = quantiles(times, n=4, method="inclusive")

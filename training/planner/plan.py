@@ -29,6 +29,7 @@ from training.records.inventory import Host, Inventory
 from training.records.plan import ModelShape, Prediction, RunPlan
 from training.records.token_shards import TokenShards
 from training.shards.packing import Epoch
+from training.tracking.words import counted, format_duration
 
 # Share of train.steps, because rates that were measured beside other programs can be a tenth of the true ones.
 FEWEST_STEPS = 0.2
@@ -75,7 +76,8 @@ def make_plan(
     compiled = chosen.config.train.compile is True
     text, why_text = _text(config, epoch, steps=run.steps, sequences=run.sequences)
     assumed = _assumptions(config, shards, inventory, steps=run.steps, compiled=compiled)
-    reasons = [f"{run.steps} steps: {run.why}", *assumed, *why_positions, *_other_losses(hf_config or {}), *why_text]
+    why_steps, why_losses = f"{counted(run.steps, 'step')}: {run.why}", _other_losses(hf_config or {})
+    reasons = [why_steps, *assumed, *why_positions, *why_losses, *why_text]
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, num_steps=run.steps)
     _check_disk(config, predicted.checkpoint_gib, run.steps, hosts[0])
@@ -185,13 +187,13 @@ def _choose_compile(
     saved_s = steps * (eager_s - split.step_s)
     if saved_s < COMPILING_S:
         return choose(compiled=False), (
-            f"compile off: it would save {max(0.0, saved_s):,.0f} s of {steps * eager_s:,.0f} s of training, and takes "
-            f"about {COMPILING_S:.0f} s to begin with",
+            f"compile off: it would save {format_duration(max(0.0, saved_s))} of {format_duration(steps * eager_s)} of "
+            f"training, and takes about {format_duration(COMPILING_S)} to begin with",
         )
-    saved = f"{saved_s:,.0f} s" if saved_s < 7200 else f"{saved_s / 3600:,.1f} h"
     return compiled, (
-        f"compile on: a step is predicted to take {1 - split.step_s / eager_s:.1%} less time, {saved} in all, "
-        f"for about {COMPILING_S:.0f} s to begin with; all hosts have what it needs",
+        f"compile on: a step is predicted to take {1 - split.step_s / eager_s:.1%} less time, "
+        f"{format_duration(saved_s)} in all, for about {format_duration(COMPILING_S)} to begin with; all hosts have "
+        "what it needs",
     )
 
 
@@ -325,7 +327,7 @@ def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:
         if shards.tokens(split) <= config.train.context:
             raise ValueError(
                 f"the {split} split has {shards.tokens(split):,} tokens, one sequence needs "
-                f"train.context + 1 = {config.train.context + 1}: give more text, lower train.context, "
+                f"train.context + 1 = {config.train.context + 1:,}: give more text, lower train.context, "
                 "or change data.validation_fraction"
             )
     if config.objective == "masked" and shards.mask_id is None:
@@ -431,8 +433,8 @@ def _time_limit(train: TrainConfig, steps: int, step_s: float, *, is_kept: bool)
         why = f"a step takes {1000 * step_s:,.0f} ms as predicted for this machine"
         if steps * step_s > 60 * train.target_minutes:
             why += f", and {steps:,} is the minimum, {FEWEST_STEPS:.0%} of train.steps"
-    minutes = train.steps * step_s / 60
-    return f"{why}; train.target_minutes=0 takes all {train.steps:,}, about {minutes:,.0f} min of training"
+    all_steps = format_duration(train.steps * step_s)
+    return f"{why}; train.target_minutes=0 takes all {train.steps:,}, about {all_steps} of training"
 
 
 def length(config: RunConfig, epoch: Sequence[Epoch] | None, *, steps_in_time: int = 0) -> tuple[int, int, str]:

@@ -16,7 +16,15 @@ from typing import Any
 
 from training.config.parallel import Precision, Stages
 from training.config.run import RunConfig
-from training.planner.chosen_layout import ChosenLayout, DoesNotFit, choose_layout, resolve, table, tokens_per_s
+from training.planner.chosen_layout import (
+    ChosenLayout,
+    DoesNotFit,
+    choose_layout,
+    describe_slower,
+    resolve,
+    table,
+    tokens_per_s,
+)
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.corrections import correct_seconds, corrections_of, describe_kind, machine_of, priced_as
 from training.planner.job import KNOWN_ARCHITECTURES, Job, Layout, Recompute
@@ -160,7 +168,7 @@ def choose_replicas(
         return chosen, split
     slower = split.step_s / best.replicas.step_s - 1
     what = "of one shape" if len(set(best.replicas.layout.stages)) > 1 else "of equal stages, or none,"
-    return best.chosen(f"{what} the fastest is {chosen.layout}, {slower:.1%} slower", others=chosen.ranking)
+    return best.chosen(f"{what} the fastest is {chosen.layout}, {describe_slower(slower)}", others=chosen.ranking)
 
 
 # The speed and memory of devices and replicas

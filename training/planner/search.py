@@ -21,6 +21,7 @@ from training.planner.pricing import PricedLayout, job_of, price
 from training.planner.step_time import exposed_s
 from training.records.inventory import Inventory
 from training.records.plan import ModelShape
+from training.tracking.words import counted
 
 # In the order of their simplicity: of two that the arithmetic cannot tell apart, the simpler is taken.
 AUTOMATIC: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
@@ -383,7 +384,7 @@ def _num_replicas(config: RunConfig, inventory: Inventory, mesh: Mesh) -> int:
 def _count_devices(inventory: Inventory) -> str:
     """`2 hosts with 16 devices`."""
     hosts, devices = len(inventory.hosts), inventory.num_devices
-    return f"{hosts} host{'s' if hosts > 1 else ''} with {devices} device{'s' if devices > 1 else ''}"
+    return f"{counted(hosts, 'host')} with {counted(devices, 'device')}"
 
 
 def why_ranks(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Self
 
+from training.tracking.words import format_duration
+
 logger = logging.getLogger(__name__)
 
 SAY_EVERY_S = 15.0
@@ -65,15 +67,14 @@ class Progress(Ticker):
     def _line(self) -> str:
         seconds = time.monotonic() - self.began
         if not self.done:
-            return f"{self.part}: {seconds:,.0f} s so far"
+            return f"{self.part}: {format_duration(seconds)} so far"
         if not self.total:
-            return f"{self.part}: {self.done:,.0f} {self.unit} in {seconds:,.0f} s"
+            return f"{self.part}: {self.done:,.0f} {self.unit} in {format_duration(seconds)}"
         done = min(self.done, self.total)
-        left_s = seconds * (self.total - done) / done
-        left = f"{left_s:,.0f} s" if left_s < 120 else f"{left_s / 60:,.0f} min"
+        left = format_duration(seconds * (self.total - done) / done)
         return (
-            f"{self.part}: {done:,.0f} of {self.total:,.0f} {self.unit} ({done / self.total:.0%}) in {seconds:,.0f} s, "
-            f"about {left} left"
+            f"{self.part}: {done:,.0f} of {self.total:,.0f} {self.unit} ({done / self.total:.0%}) in "
+            f"{format_duration(seconds)}, about {left} left"
         )
 
 

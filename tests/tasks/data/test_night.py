@@ -68,7 +68,7 @@ def trained(store: Store, name: str, config: RunConfig) -> None:
 def test_without_a_champion_the_whole_folder_is_new(store: Store, corpus: Path) -> None:
     night = night_of(config_of(corpus), store)
     assert night.config == config_of(corpus)
-    assert "tiny has no champion yet: all 1 files are new" in night.why
+    assert "tiny has no champion yet: new to it is all of 1 file" in night.why
 
 
 def test_nights_go_on_from_the_champion_with_what_none_before_it_knew(store: Store, corpus: Path) -> None:
@@ -92,11 +92,10 @@ def test_nights_go_on_from_the_champion_with_what_none_before_it_knew(store: Sto
     new, *older = second.config.data.sources
     assert [path.name for path in Path(new.path).rglob("*.txt")] == ["june.txt"]
     assert [source.name for source in older] == [first.config.data.sources[0].name, "first"]
-    assert "1 of 2 files" in second.why
-    assert "new to tiny/2" in second.why
+    assert f"new to tiny/2: 1 of 2 files in {corpus}" in second.why
     little = night_of(config_of(corpus), store, min_new_mib=1)
     assert little.config is None
-    assert "under min_new_mib = 1" in little.why
+    assert "less than min_new_mib = 1, so they wait" in little.why
 
 
 @pytest.mark.parametrize("replay", [0.0, 0.25, 0.5])
@@ -113,7 +112,7 @@ def test_older_slices_are_the_share_that_is_asked_for(store: Store, corpus: Path
     held_out = held_out_sources(TokenShards.read(Path(plan.shards_dir) / "manifest.json"))
     assert held_out is not None
     assert set(held_out.names) == {new.name, "first"}, "what is not replayed is still compared"
-    assert f"{replay:.0%} of the tokens are from 1 older slices" in night.why
+    assert f"{replay:.0%} of the tokens are from 1 older slice" in night.why
 
 
 def test_a_file_that_grew_counts_from_where_it_had_ended(store: Store, corpus: Path) -> None:
@@ -127,8 +126,8 @@ def test_a_file_that_grew_counts_from_where_it_had_ended(store: Store, corpus: P
     assert second.config is not None
     (tail,) = Path(second.config.data.sources[0].path).rglob("*.txt")
     assert tail.read_text() == "the moon\n" * 50
-    assert "1 of 1 files" in second.why
-    assert "1 of them from where they had ended" in second.why
+    assert ": 1 of 1 file in" in second.why
+    assert "1 of them with text added at the end" in second.why
 
     trained(store, "three", second.config)
     assert night_of(config_of(corpus), store).config is None, "the whole file is known now"
@@ -189,5 +188,5 @@ def test_nothing_new_is_said_with_the_numbers(store: Store, corpus: Path) -> Non
     assert night.config is not None
     trained(store, "two", night.config)
     again = night_of(config_of(corpus), store)
-    assert again.why == f"nothing new: tiny/2 knows all 1 files of {corpus}"
+    assert again.why == f"nothing new: tiny/2 knows the 1 file of {corpus}"
     assert known_to(resolve("tiny@champion", tracking_uri=store.uri))

@@ -310,7 +310,7 @@ def test_skipped_documents_are_counted_and_reported(tmp_path: Path, caplog: pyte
         folder, shards = prepare(tmp_path, source, on_error="skip", processes=2, validation_fraction=0.3)
     assert shards.skipped == 3
     assert [example.split(": ")[0] for example in shards.skipped_examples] == ["a.jsonl:4", "a.jsonl:8", "a.jsonl:10"]
-    assert "3 documents skipped" in caplog.text
+    assert "skipped 3 documents" in caplog.text
     kept = sorted(f"text {i}" for i in range(30) if i not in (3, 7, 9))
     assert sorted(all_documents(folder)) == kept
 

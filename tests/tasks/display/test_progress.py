@@ -13,11 +13,11 @@ from queue import Queue
 import pytest
 
 from tasks.display import progress
-from tasks.display.numbers import format_duration
 from tasks.display.progress import ProgressArtifact, step_progress
 from tasks.operations.images import _log_lines
 from tests.support.waiting import until
 from training.tracking.progress import Progress
+from training.tracking.words import counted, format_duration
 
 
 @pytest.fixture
@@ -75,6 +75,9 @@ def test_without_a_terminal_training_says_where_it_is_also_when_no_step_comes(
         until(lambda: "training: starting the ranks" in caplog.text, "a line before the first step")
         show({"step": 7, "loss": 2.0, "tokens_per_s": 100.0, "eta_s": 60.0})
         until(lambda: "training: step 7/50  loss 2.000  100 tokens/s  1 min left" in caplog.text, "the step")
+        show({"step": 50, "loss": 1.5, "tokens_per_s": 100.0, "eta_s": 0.0})
+        until(lambda: "training: validating and saving after the last step, 0" in caplog.text, "what follows the steps")
+    assert "step 50/50" not in caplog.text, "the end of training is logged with its last step"
 
 
 def test_a_build_that_prints_nothing_says_for_how_long_and_at_which_step(
@@ -93,8 +96,8 @@ def test_a_build_that_prints_nothing_says_for_how_long_and_at_which_step(
     ("done", "total", "line"),
     [
         (0, 400, "scoring: 30 s so far"),
-        (100, 400, "scoring: 100 of 400 answers (25%) in 30 s, about 90 s left"),
-        (10, 400, "scoring: 10 of 400 answers (2%) in 30 s, about 20 min left"),
+        (100, 400, "scoring: 100 of 400 answers (25%) in 30 s, about 1 min 30 s left"),
+        (10, 400, "scoring: 10 of 400 answers (2%) in 30 s, about 19 min 30 s left"),
         (100, 0, "scoring: 100 answers in 30 s"),
     ],
 )
@@ -109,7 +112,21 @@ def test_progress_says_what_is_left(done: int, total: int, line: str, monkeypatc
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(0.2, "0 s"), (41, "41 s"), (200, "3 min 20 s"), (3600, "1 h"), (7500, "2 h 5 min"), (273_600, "3 d 4 h")],
+    [
+        (0, "0 s"),
+        (0.01, "under 0.1 s"),
+        (0.2, "0.2 s"),
+        (9.96, "10 s"),
+        (41, "41 s"),
+        (200, "3 min 20 s"),
+        (3600, "1 h"),
+        (7500, "2 h 5 min"),
+        (273_600, "3 d 4 h"),
+    ],
 )
 def test_durations_have_two_units_at_most(seconds: float, shown: str) -> None:
     assert format_duration(seconds) == shown
+
+
+def test_one_of_a_thing_is_not_many() -> None:
+    assert (counted(1, "rank"), counted(2, "rank"), counted(1234, "file")) == ("1 rank", "2 ranks", "1,234 files")

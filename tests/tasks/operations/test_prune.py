@@ -120,6 +120,18 @@ def test_the_shards_of_a_mixtures_sources_stay_with_it(home: Path, make: Callabl
     assert why(done, "tokens/web") == "young may need them"
 
 
+def test_a_home_that_moved_keeps_the_shards_of_its_runs(
+    home: Path, make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("newest", shards="web")
+    moved = home.with_name("moved")
+    home.rename(moved)
+    monkeypatch.setenv("SHARDLINE_HOME", str(moved))
+    done = prune(older_than_days=30, keep_newest=1, dry_run=False)
+    assert deleted(done) == set()
+    assert why(done, "tokens/web") == "newest may need them"
+
+
 def test_young_runs_the_newest_and_those_at_work_stay(home: Path, make: Callable[..., Path]) -> None:
     for name in ("at work", "young", "newest", "old"):
         make(name, shards=name)

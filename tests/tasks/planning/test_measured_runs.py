@@ -80,7 +80,7 @@ def test_a_damaged_file_costs_corrections_and_no_plan(
     (home / CORRECTIONS).write_bytes(content)
     with caplog.at_level(logging.WARNING):
         plan_run(tiny_config(), inventory=MACHINE)
-    assert f"planning without measurements of earlier runs: {home / CORRECTIONS} " in caplog.text
+    assert f"planning without the speeds that earlier runs measured: {home / CORRECTIONS} " in caplog.text
     keep(measured("r1"))
     assert [each.run_id for each in Measurements.read(home / CORRECTIONS).measurements] == ["r1"]
 
@@ -91,7 +91,7 @@ def test_a_run_that_teaches_nothing_says_why_and_ends_well(home: Path, caplog: p
     result = TrainResult.model_construct(step_ms=1.0, peak_memory_gib=1.0)
     with caplog.at_level(logging.INFO):
         learn(home / "short", result)
-    assert "do not correct the predictions of later plans: it has 0 rows over 0 steps" in caplog.text
+    assert "do not correct the predictions of later plans: after its first step it logged 0 rows" in caplog.text
     assert not (home / CORRECTIONS).exists()
 
 
@@ -103,7 +103,7 @@ def test_a_disk_that_takes_nothing_is_a_warning(home: Path, caplog: pytest.LogCa
     (home / "long" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (home / CORRECTIONS).mkdir()  # neither read nor replaced
     learn(home / "long", TrainResult.model_construct(step_ms=5.0, peak_memory_gib=1.0))
-    assert "the measurements of this run could not be kept" in caplog.text
+    assert "the speeds that this run measured could not be kept" in caplog.text
 
 
 def test_hosts_are_the_same_machine_in_any_order() -> None:

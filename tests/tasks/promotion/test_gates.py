@@ -34,7 +34,7 @@ CASES = {
         CHAMPION,
         0.0,
         False,
-        "0.0000 nats per token above champion m/3's 2.5000 (needed: below)",
+        "equal to champion m/3's 2.5000 (needed: below)",
     ),
     "better by enough": (version(4, 2.25), CHAMPION, 0.25, True, "(needed: at least 0.25 below)"),
     "better, not by enough": (version(4, 2.4), CHAMPION, 0.25, False, "(needed: at least 0.25 below)"),
@@ -114,8 +114,8 @@ def test_the_parity_gate_says_what_the_export_has() -> None:
 
 
 def test_the_latency_budget_is_held_against_the_smoke_test() -> None:
-    assert check_latency(49.96, budget_ms=50).verdict == "passed: p95 50.0 ms, at most 50"
-    assert check_latency(51.0, budget_ms=50).verdict == "not passed: p95 51.0 ms, needed: at most 50"
+    assert check_latency(49.96, budget_ms=50).verdict == "passed: p95 50.0 ms, at most 50 ms"
+    assert check_latency(51.0, budget_ms=50).verdict == "not passed: p95 51.0 ms, needed: at most 50 ms"
     assert not check_latency(None, budget_ms=50).passed
 
 
@@ -127,14 +127,14 @@ SOURCES: dict[str, tuple[dict[str, float], dict[str, float], dict[str, object], 
         {"first": 1.98, "june": 2.9},
         {"max_regression": 0.05},
         True,
-        "the least good, first, is 0.0200 nats per token above it",
+        "the worst, first, is 0.0200 nats per token above it",
     ),
     "one is forgotten": (
         NEW,
         {"first": 1.9, "june": 2.9},
         {"max_regression": 0.05},
         False,
-        "worse than champion m/3 on first +0.1000, needed: at most +0.05",
+        "worse than champion m/3 on first: 0.1000 nats per token above it (needed: at most 0.05 above)",
     ),
     "its own bound": (
         NEW,
@@ -143,10 +143,16 @@ SOURCES: dict[str, tuple[dict[str, float], dict[str, float], dict[str, object], 
         True,
         "2 sources compared",
     ),
-    "only one is bounded": (NEW, {"first": 2.0, "june": 2.0}, {"max_regression_of": {"first": 0.0}}, True, "1 sources"),
+    "only one is bounded": (
+        NEW,
+        {"first": 2.0, "june": 2.0},
+        {"max_regression_of": {"first": 0.0}},
+        True,
+        "1 source compared with the champion's; the worst, first, is equal to it",
+    ),
     "not measured": (NEW, {"first": 2.0}, {"max_regression": 0.1}, False, "june was not measured for both"),
     "no such source": (NEW, NEW, {"max_regression_of": {"may": 0.1}}, False, "may was not measured for both"),
-    "not a number": ({"first": math.nan}, {"first": 2.0}, {"max_regression": 0.1}, False, "first +nan"),
+    "not a number": ({"first": math.nan}, {"first": 2.0}, {"max_regression": 0.1}, False, "first: nan nats"),
 }
 
 
@@ -168,3 +174,9 @@ def test_sources_are_not_compared_over_different_text_or_without_a_bound() -> No
     verdict = gate(challenger, champion, gates=GatesConfig(max_regression=1.0))
     assert [check.passed for check in verdict.checks if check.gate == "sources"] == [False]
     assert [check.gate for check in gate(challenger, champion, gates=GatesConfig()).checks] == ["parity", "loss"]
+
+
+def test_that_there_is_no_champion_is_said_once() -> None:
+    verdict = gate(replace(version(1, 2.0), by_source=NEW), None, gates=GatesConfig(max_regression=0.1))
+    assert verdict.passed
+    assert verdict.text.count("champion") == 1

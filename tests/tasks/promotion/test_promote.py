@@ -16,7 +16,7 @@ from tasks.promotion.gates import Check
 from tasks.promotion.journal import Move, begin_move, history, note_stage
 from tasks.promotion.judge import Terms, judge_records
 from tasks.promotion.lock import PREFIX, LockLost, LockTag, promotion_lock
-from tasks.promotion.promote import Case, Request, approved_by_tag, begin, overridden, refuse
+from tasks.promotion.promote import Case, Request, approved_by_tag, begin, judge, overridden, refuse
 from tasks.promotion.rollout import finish_interrupted, record_replaced, roll_back, set_champion
 from tasks.promotion.servers import Counts, RolloutFailed, Watch, read_counts
 from tasks.registry.models import aliases_of, replaced_by
@@ -209,6 +209,11 @@ def test_a_champion_measured_on_the_challengers_data_is_compared_there(client: M
         "0.5000 nats per token below champion tiny/1's 1.7500"
         in judge_records(client, version, terms=Terms(), champion=1).text
     )
+
+
+def test_where_no_version_waits_a_promotion_says_how_to_name_one(client: MlflowClient) -> None:
+    with pytest.raises(ValueError, match=r"no version of tiny waits for its promotion, .* name one with --version"):
+        judge(client, Request("tiny", "ada"), tracking_uri="")
 
 
 def test_approval_by_a_tag_is_waited_for_and_names_who_gave_it(client: MlflowClient) -> None:

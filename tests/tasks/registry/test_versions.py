@@ -6,14 +6,17 @@ import errno
 import json
 import os
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from tasks.comparison.reproduce import find_original
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.promotion.journal import history
 from tasks.promotion.judge import note_verdict, terms_of
@@ -232,6 +235,16 @@ def test_mlflow_loads_it_and_says_the_same_text(store: Store, monkeypatch: pytes
     assert loaded.predict([{"prompt": "x"}], params=sampled) == [generator.generate("x", **sampled)]
     assert [spec.name for spec in loaded.metadata.signature.params] == ["new_tokens", "temperature", "top_k", "seed"]
     assert loaded.input_example is not None
+    refusals: list[tuple[object, dict[str, object], str]] = [
+        (pd.DataFrame({"prompt": ["x", None]}), {}, "row 1 of the column prompt is nan, which is not text"),
+        ([{"prompt": b"x"}], {}, "row 0 of the column prompt is b'x', which is not text"),
+        ([{"prompt": ["x", "y"]}], {}, r"row 0 of the column prompt is \['x', 'y'\], which is not text"),
+        ([{"prompt": "x"}], {"new_tokens": None}, "new_tokens has no value: leave it out"),
+        ([{"prompt": "x"}], {"new_tokens": -1}, "new_tokens = -1, .*: none may be below 0"),
+    ]
+    for given, params, why in refusals:
+        with pytest.raises(MlflowException, match=why):
+            loaded.predict(given, params=params)
 
 
 @pytest.mark.slow
@@ -282,6 +295,29 @@ def test_where_links_cannot_be_files_are_copied(tmp_path: Path, monkeypatch: pyt
     link_or_copy(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_text() == "weights"
     assert not (tmp_path / "b").samefile(tmp_path / "a")
+
+
+def test_a_moved_home_has_its_models_and_a_missing_one_has_its_true_cause(
+    champion: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = champion.folder.with_name(f"{champion.folder.name}-moved")
+    champion.folder.rename(moved)
+    monkeypatch.setenv("SHARDLINE_HOME", str(moved))
+    uri = f"sqlite:///{moved}/mlflow.db"
+    assert resolve("tiny", tracking_uri=uri).export_dir.is_relative_to(moved / "artifacts")
+    client = MlflowClient(uri)
+    run_id = client.get_model_version("tiny", "1").run_id
+    client.delete_run(run_id)
+    client._tracking_client.store._hard_delete_run(run_id)  # as `mlflow gc` does
+    assert lineage("tiny", tracking_uri=uri)["run"]["status"] == "unknown: MLflow no longer has its run"
+    with pytest.raises(ValueError, match=f"MLflow has no run of 'tiny@champion' any more: {run_id} was removed"):
+        find_original("tiny@champion")
+    (export,) = moved.glob("artifacts/models/*/artifacts/artifacts/export")
+    shutil.rmtree(export)
+    with pytest.raises(
+        ValueError, match=r"tiny \(version 1\) has no files on this machine: .* `mlflow gc` or somebody"
+    ):
+        resolve("tiny", tracking_uri=uri)
 
 
 def test_unfinished_runs_are_refused_with_what_is_missing(store: Store) -> None:

@@ -81,6 +81,7 @@ def test_the_summary_says_what_was_trained_how_good_how_fast_and_where_it_is_reg
     left_out = ExportedModel.read(run.folder / "export" / "export.json").skipped
     table = page.partition("Left out of the export what why")[2]
     assert all(f"{what} {why}" in table for what, why in left_out.items())
+    assert re.search(r"These perplexities are at [1-9][\d,]* held-out positions, the sample", page)
     assert "cost" not in top, "there are no prices"
     measured, predicted = 256.0, plan.predicted.step_ms
     assert f"time of a step {predicted:,.1f} ms {measured:,.1f} ms {measured / predicted - 1:+.0%}" in page

@@ -208,5 +208,5 @@ def test_a_port_that_cannot_be_is_refused_before_anything_is_loaded(port: int) -
 
 
 def test_a_model_that_is_not_there_is_named(champion: Store) -> None:
-    with pytest.raises(ValueError, match="no tiny/9: tiny has versions 1"):
+    with pytest.raises(ValueError, match="no tiny/9: tiny has version 1; its aliases: @champion -> 1"):
         serve("tiny/9", port=0, tracking_uri=champion.uri)

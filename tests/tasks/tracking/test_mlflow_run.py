@@ -71,6 +71,33 @@ def test_a_run_that_somebody_works_on_cannot_be_opened_and_is_left_as_it_is(home
     assert status(home, "r1") == ("FINISHED", "")
 
 
+def test_no_file_is_written_to_where_the_home_was_before_it_moved(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tracked(tiny_config(), run_id="r1", tags={}):
+        pass
+    moved = home.with_name(f"{home.name}-moved")
+    home.rename(moved)
+    monkeypatch.setenv("SHARDLINE_HOME", str(moved))
+    for run_id in ("r1", "r2"):
+        with pytest.raises(ValueError, match=f"where SHARDLINE_HOME was .* ln -s {moved} {home}$"):
+            tracked(tiny_config(), run_id=run_id, tags={}).__enter__()
+    assert not home.exists()
+    home.symlink_to(moved)
+    with tracked(tiny_config(), run_id="r1", tags={}):
+        pass
+
+
+def test_a_run_that_was_deleted_in_mlflow_says_so_and_goes_on_once_it_is_gone_for_good(home: Path) -> None:
+    with tracked(tiny_config(), run_id="r1", tags={}) as run:
+        pass
+    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+    client.delete_run(run.mlflow_run_id)
+    with pytest.raises(ValueError, match=rf"restore it \(`mlflow runs restore --run-id {run.mlflow_run_id}`\), or "):
+        tracked(tiny_config(), run_id="r1", tags={}).__enter__()
+    client._tracking_client.store._hard_delete_run(run.mlflow_run_id)  # as `mlflow gc` does
+    with tracked(tiny_config(), run_id="r1", tags={}) as again:
+        assert again.mlflow_run_id != run.mlflow_run_id
+
+
 def test_rows_that_a_full_disk_kept_from_mlflow_at_the_end_are_sent_by_the_next_reconcile(home: Path) -> None:
     """MLflow was told of the end, but ending.json could not be written, nor how far rows were sent."""
     with tracked(tiny_config(), run_id="r1", tags={}) as run:

@@ -109,7 +109,7 @@ def test_a_masked_model_has_the_loss_of_its_masked_tokens_and_no_bits_per_byte(t
     run_dir = tiny_run(tmp_path / "run", architecture="bert")
     ranks = Ranks(run_dir / "plan.json", program="tests.programs.talkative_evaluate")
     ranks.finish()
-    line = r"PROGRESS evaluating held-out text: \d+ of 2 batches \(\d+%\) in \d s, about \d s left"
+    line = r"PROGRESS evaluating held-out text: \d+ of 2 batches \(\d+%\) in .* s, about .* s left"
     assert re.search(line, ranks.log()), ranks.log()
     report, plan = EvalReport.read(run_dir / "eval.json"), RunPlan.read(run_dir / "plan.json")
     model, loss, count = AutoModelForMaskedLM.from_pretrained(run_dir / "checkpoints" / "8").eval(), 0.0, 0

@@ -86,12 +86,13 @@ def test_the_next_plan_predicts_what_the_run_measured_and_names_the_run() -> Non
     assert after.predicted.correction.runs == ("monday",)
     ratios = zip(after.predicted.step_range_ms, before.predicted.step_range_ms, strict=True)
     assert [now / then for now, then in ratios] == pytest.approx([1.2, 1.2])
-    (why,) = (reason for reason in after.reasons if reason.startswith("prices: "))
+    (why,) = (reason for reason in after.reasons if reason.startswith("predictions: "))
     assert why == (
-        "prices: corrected by what 1 run on this machine (monday) measured: computing 1.20 x as long, communication "
+        "predictions: corrected by what 1 run on this machine (monday) measured: computing 1.20 x as long, "
+        "communication "
         "1.20 x, memory 1.10 x"
     )
-    assert not any(reason.startswith("prices: ") for reason in before.reasons)
+    assert not any(reason.startswith("predictions: ") for reason in before.reasons)
 
 
 def test_corrections_do_not_add_up() -> None:
@@ -222,11 +223,11 @@ def test_plans_whose_steps_are_not_those_that_were_priced_teach_nothing(change: 
 def test_only_steady_steps_of_the_last_attempt_count() -> None:
     plan = planned([])
     result = ended(plan, step_s=0.1)
-    with pytest.raises(ValueError, match="has 1 rows over 9 steps after its first one"):
+    with pytest.raises(ValueError, match="after its first step it logged 1 row of figures over 9 steps"):
         measurement_of(plan, result, rows(100, steps=10), ended_at="")
-    with pytest.raises(ValueError, match="has 1 rows over 9 steps after its first one"):
+    with pytest.raises(ValueError, match="after its first step it logged 1 row of figures over 9 steps"):
         measurement_of(plan, result, rows(100) + rows(100, steps=10), ended_at="")  # a resume that did the rest
-    with pytest.raises(ValueError, match="has 0 rows over 0 steps"):
+    with pytest.raises(ValueError, match="logged 0 rows of figures over 0 steps"):
         measurement_of(plan, result, [], ended_at="")
     unsteady = rows(100)
     for row in unsteady[1::2]:
