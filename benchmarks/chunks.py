@@ -90,7 +90,9 @@ def measure(kind: str, number: int, folder: Path) -> dict[str, float]:
     from benchmarks import chunks as here  # workers import this module by this name
 
     data = DataConfig(path="s3://bucket", shard_mib=round(FILES * FILE_BYTES / number / 2**20))
-    tokenizer = SavedTokenizer(folder / "tokenizer.json", "bpe, 32000 tokens", "0" * 64, 32000, 31999, None, "gigatoken")
+    tokenizer = SavedTokenizer(
+        folder / "tokenizer.json", "bpe, 32000 tokens", "0" * 64, 32000, 31999, None, "gigatoken"
+    )
     work = TokenizeWork(data, SplitRule("documents", 0.1, 0, "documents"), folder, tokenizer)
     listed, made = sources(), {}
     with engines(kind) as engine:
