@@ -24,8 +24,8 @@ FIELDS: dict[str, tuple[str, ...]] = {  # in this order; fields of a section
 }
 REQUIRED = {"data.path"}
 REST = (
-    "Every other field keeps the value of this deployment: `overrides` changes it for this run, the deployment's page "
-    "(Edit) for all of them."
+    "All other fields have this deployment's values. `overrides` changes them; so does Use JSON Input, in the menu, "
+    "which shows what the deployment sets."
 )
 # What the server adds to RunConfig. The form writes these sections, so that a config which has them is no part of one.
 NEEDS_PATH: dict[str, Any] = {
@@ -64,6 +64,8 @@ def _shown_config(definitions: dict[str, Any]) -> str:
             section = config[name]["$ref"].rpartition("/")[2]
             properties = {field: definitions[section]["properties"][field] for field in fields}
             required = [field for field in fields if f"{name}.{field}" in REQUIRED]
+            for field in required:  # the form would write the default, and find nothing missing
+                properties[field] = {key: value for key, value in properties[field].items() if key != "default"}
             config[name] = {"$ref": _add_shown(definitions, section, properties, required)}
     return _add_shown(definitions, "RunConfig", config, [name for name, fields in FIELDS.items() if fields])
 

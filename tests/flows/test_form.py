@@ -74,7 +74,7 @@ def test_an_empty_path_is_refused_and_so_are_bad_values_each_beside_its_field(fo
     form.fill("config.name", "words")
     form.fill("config.data.path", "")
     form.submit()
-    form.box("config.data").get_by_text("'data' is a required property").wait_for()
+    form.box("config.data").get_by_text(re.compile("'(path|data)' is a required property")).wait_for()
     form.fill("config.data.path", "s3://bucket/x")
     form.fill("config.train.steps", "0")
     form.submit()

@@ -60,6 +60,10 @@ def test_a_form_begins_with_what_runs_differ_in(entry: dict[str, Any]) -> None:
         assert len(labels) <= 22
 
 
+def test_the_form_writes_no_path_by_itself(schema: dict[str, Any]) -> None:
+    assert "default" not in schema["definitions"]["%44ataConfig"]["properties"]["path"]
+
+
 def test_a_whole_config_needs_a_path_and_a_part_of_one_does_not(schema: dict[str, Any]) -> None:
     assert refusals(schema, WHOLE | {"data": {}}) == [("config.data.path", "'path' is a required property")]
     assert refusals(schema, WHOLE) == [("config.data", "'data' is a required property")]
