@@ -32,7 +32,7 @@ SOURCES = {  # where the words of other pages are
     "report.png": ("tasks/reports/*.py", "tasks/reports/*.j2"),
     "serving.png": ("tasks/serving/demo_page.html",),
 }
-SHORT_RUN = ["train.steps=200", "train.target_minutes=0", "registry.notes=Version 1"]
+SHORT_RUN = ["train.steps=70", "train.target_minutes=0", "registry.notes=Version 1"]
 COLOURS = 128
 RUN_WITHIN_S = 1800.0
 # Of elements that the picture shows.
