@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 # Where it is set, each of the many processes would compile all that it imports: training.train takes 14 s instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup pretrain test test-all test-gpu check style types docs map audit lock lock-check clean
+.PHONY: help setup pretrain test test-all test-gpu check style types docs pictures map audit lock lock-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,6 +44,10 @@ types: $(INSTALLED)
 docs: $(INSTALLED) ## build the site of docs/ into site/; a broken link is an error (`.venv/bin/python -m mkdocs serve` shows it)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	$(BIN)/python -m tests.support.docs_commands
+	$(BIN)/python -m tests.support.pictures --check
+
+pictures: $(INSTALLED) ## make the pictures of pages in docs/ anew, with Chromium, from two real runs: about 15 minutes
+	$(BIN)/python -m tests.support.pictures
 
 map: $(INSTALLED) ## draw docs/code-map.svg again, after files have moved
 	$(BIN)/python -m tests.support.code_map

@@ -60,9 +60,13 @@ def compare(
 ) -> Comparison:
     """Train `config` under each of `strategies` and report how they compare.
 
-    strategies: ddp, fsdp+tp2, NAME=section.field=value, … target_loss: count the steps to it; 0: to the lowest that
-    all reach. baseline: run on one device as well. run_id: continue this comparison. overrides: section.field=value, as
-    on the command line.
+    Args:
+        config: As for pretrain.
+        strategies: What is compared: ddp, fsdp+tp2, NAME=section.field=value, …
+        target_loss: Count the steps to this validation loss; 0 means to the lowest that all reach.
+        baseline: Also train on one device.
+        run_id: ID of a comparison to continue. Empty begins a new one.
+        overrides: Changes of any fields, as on the command line: section.field=value, such as train.context=512.
     """
     config = with_overrides(config, overrides)
     check_comparable(config)

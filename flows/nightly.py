@@ -37,9 +37,12 @@ def pretrain_nightly(
 ) -> Any:
     """Continue the champion of `config`'s model on the text of data.path that it has not seen; skip if there is none.
 
-    config: as for pretrain; its data.path is the folder that grows. min_new_mib: skip a night with less new text.
-    replay: share of the night's tokens that come from the text of earlier nights. max_slices: most earlier nights
-    that are replayed and compared. overrides: section.field=value, as on the command line.
+    Args:
+        config: As for pretrain; its data.path is the folder that grows.
+        min_new_mib: Skip a night with less new text than this, in MiB.
+        replay: Share of the night's tokens that come from the text of earlier nights.
+        max_slices: Maximum number of earlier nights that are replayed and compared.
+        overrides: Changes of any fields, as on the command line: section.field=value, such as train.context=512.
     """
     config = with_overrides(config, overrides)
     check_job(config)

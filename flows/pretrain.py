@@ -31,8 +31,12 @@ def pretrain(
 ) -> Outcome | CustomProgramOutcome | RunPlan:
     """Train, evaluate, export, register and promote a language model.
 
-    config: what to train, on what, how; what it leaves out is the deployment's. dry_run: plan only. run_id: resume this
-    run; force: however `config` changed. overrides: section.field=value, as on the command line.
+    Args:
+        config: What to train, on what, how. What it leaves out is the deployment's.
+        dry_run: Plan only.
+        run_id: ID of a run to resume. Empty begins a new one.
+        force: Resume the run even if its config has changed.
+        overrides: Changes of any fields, as on the command line: section.field=value, such as train.context=512.
     """
     config = with_overrides(config, overrides)
     if dry_run:

@@ -17,7 +17,12 @@ def promote(
 ) -> RegisteredModel:
     """Make a version champion if its gates pass, and roll it back if its servers fail or slow down.
 
-    version: default the challenger. force: skip the gates. overrides: gates.x=y, rollout.x=y. by: who asks.
+    Args:
+        model: Name of the model in the registry.
+        version: Number of the version; without one, the challenger.
+        force: Skip the gates.
+        overrides: Changes of the gates and the rollout: gates.field=value, rollout.field=value.
+        by: Who asks for the promotion, for the record.
     """
     request = stages.read_request(model, version=version, force=force, overrides=overrides, by=by)
     with stages.locked(request) as lock:

@@ -13,7 +13,10 @@ from tasks.operations.prune import prune as prune_home
 def prune(older_than_days: float = 30, keep_newest: int = 10, dry_run: bool = True) -> dict[str, Any]:
     """Delete old runs and files that no registered version needs; with dry_run, only list them.
 
-    older_than_days: younger runs and shards stay. keep_newest: this many runs stay, however old they are.
+    Args:
+        older_than_days: Younger runs and shards stay.
+        keep_newest: Number of newest runs that stay, however old they are.
+        dry_run: Delete nothing, only list what would be.
     """
     done = prune_home(older_than_days=older_than_days, keep_newest=keep_newest, dry_run=dry_run)
     deleted = "would be deleted" if dry_run else "deleted"

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from flows.cli.command import main
 from tests.support.code_map import PICTURE
+from tests.support.pictures import stale
 from tests.support.repository import REPO
 from tests.test_imports import rows
 from training.config.run import RunConfig
@@ -99,3 +100,7 @@ def test_the_tree_has_every_package() -> None:
     tree = (REPO / "docs" / "code-map.md").read_text().partition("## The tree")[2]
     folders = {package.split(".")[1] for package in rows() if (REPO / package.replace(".", "/")).is_dir()}
     assert {name for name in folders if f" {name}/" not in tree} == set()
+
+
+def test_pictures_of_pages_have_the_words_of_the_code() -> None:
+    assert stale() == {}, "`make pictures` makes them anew"

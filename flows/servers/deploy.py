@@ -23,6 +23,7 @@ import yaml
 from pydantic import ValidationError
 
 from flows.presets import PRESETS_FILE, Shape, shape_of, with_overrides
+from flows.servers.form import form_schema
 from tasks.workspace.paths import home
 from training.config.credentials import without_url_credentials
 from training.config.run import RunConfig
@@ -117,10 +118,9 @@ def _deployed(client: SyncPrefectClient, entry: Mapping[str, Any], *, records: d
     from prefect.client.schemas.actions import DeploymentUpdate
     from prefect.exceptions import ObjectNotFound
     from prefect.flows import load_flow_from_entrypoint
-    from prefect.utilities.callables import parameter_schema
 
     flow: Any = load_flow_from_entrypoint(entry["entrypoint"])
-    schema = parameter_schema(flow).model_dump(mode="json", exclude_unset=True)
+    schema = form_schema(flow)
     code: dict[str, Any] = {
         "entrypoint": entry["entrypoint"],
         "version": flow.version,
@@ -146,8 +146,10 @@ def _deployed(client: SyncPrefectClient, entry: Mapping[str, Any], *, records: d
     wanted = deepcopy(_merged(file, old, now, filled=_filled(before), shape=SHAPE, changes=changes))
     wanted["parameters"] = {key: value for key, value in wanted["parameters"].items() if key in schema["properties"]}
     changes.dropped += [key for key in now["parameters"] if key not in schema["properties"]]
-    if "config" in wanted["parameters"]:
-        _drop_unknown(name, wanted["parameters"]["config"], changes)
+    if config := wanted["parameters"].get("config"):
+        _drop_unknown(name, config, changes)
+        if config.get("data", {}).get("path") == "":  # as earlier versions had it: the form takes it for a path
+            del config["data"]["path"]
     changes.kept = [each for each in changes.kept if each not in changes.dropped]
     if known.paused:
         (changes.followed if reset else changes.kept).append("paused")

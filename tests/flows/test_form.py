@@ -1,115 +1,42 @@
-"""The form of a run in Prefect's own pages, in a real browser: what it shows, what it refuses, what it starts.
-
-SCREENSHOTS=docs keeps pictures of it there.
-"""
+"""A deployment's form in Prefect's own pages, in a real browser: what it shows, what it refuses, what it starts."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flows.presets import presets
 from tests.support.local_servers import LocalServers
-from training.config.run import RunConfig
+from tests.support.prefect_pages import BROWSER, Form, open_browser
 
-playwright = pytest.importorskip("playwright.sync_api")
-
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+pytest.importorskip("playwright.sync_api")
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine"),
 ]
 
-SMALL = {
-    "data.tokenizer.vocab_size": "300",
-    "data.validation_fraction": "0.2",
-    "model.layers": "1",
-    "model.width": "32",
-    "model.heads": "4",
-    "train.steps": "6",
-    "train.context": "32",
-    "train.warmup_steps": "2",
-    "checkpoint.every_steps": "6",
-    "evaluation.every_steps": "3",
-    "evaluation.sample_tokens": "8",
-}
+SMALL = (
+    "data.tokenizer.vocab_size=300",
+    "data.validation_fraction=0.2",
+    "model.kv_heads=2",
+    "train.context=32",
+    "train.warmup_steps=2",
+    "checkpoint.every_steps=6",
+    "evaluation.every_steps=3",
+    "evaluation.sample_tokens=8",
+    "parallel.strategy=single",
+)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+    with open_browser() as opened:
         yield opened
-        opened.close()
-
-
-def fields(schema: dict[str, Any], part: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """("train.steps", its schema), … in the order of the form."""
-    for name, field in part["properties"].items():
-        if "$ref" in field:
-            section = schema["$defs"][field["$ref"].rpartition("/")[2]]
-            yield from fields(schema, section, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
-
-
-class Form:
-    """The custom-run form of a deployment, its fields by their names in the config."""
-
-    def __init__(self, browser: Any, servers: LocalServers, deployment: str) -> None:
-        (found,) = [it for it in servers.prefect("/deployments/filter", {}) if it["name"] == deployment]
-        self.page = browser.new_page(viewport={"width": 1100, "height": 860})
-        self.page.add_init_script(f"localStorage.setItem('prefect-password', btoa('{servers.password}'))")
-        self.page.goto(f"{servers.url('prefect')}/v2/deployments/deployment/{found['id']}/run")
-        self.servers, self.deployment_id = servers, found["id"]
-        schema = RunConfig.model_json_schema()
-        self.fields = dict(fields(schema, schema))
-        self.label("name").wait_for()
-
-    def label(self, name: str) -> Any:
-        """Sections have fields of the same title: the form has them in the order of the config."""
-        title = self.fields[name]["title"]
-        place = [key for key, field in self.fields.items() if field["title"] == title].index(name)
-        return self.page.locator("label").get_by_text(f"{title} (Optional)", exact=True).nth(place)
-
-    def box(self, name: str) -> Any:
-        """The label, the description, the input and what is said of it."""
-        return self.label(name).locator("xpath=ancestor::*[.//fieldset][1]")
-
-    def fill(self, name: str, value: str) -> None:
-        self.box(name).locator("fieldset").locator("input, textarea").fill(value)
-
-    def options(self, name: str) -> Any:
-        """Of a dropdown, which it opens."""
-        self.box(name).locator("fieldset button").click()
-        options = self.page.get_by_role("option")
-        options.first.wait_for()
-        return options
-
-    def submit(self) -> None:
-        self.page.get_by_role("button", name="Submit").click()
-
-    def runs(self) -> list[dict[str, Any]]:
-        """What was started by it."""
-        of_it = {"deployments": {"id": {"any_": [self.deployment_id]}}}
-        found: list[dict[str, Any]] = self.servers.prefect("/flow_runs/filter", of_it)
-        return found
-
-    def picture(self, name: str, *, of: str = "") -> None:
-        folder = os.environ.get("SCREENSHOTS")
-        if not folder:
-            return
-        self.page.wait_for_load_state("networkidle")
-        if of:
-            self.label(of).evaluate("it => it.scrollIntoView({block: 'center'})")
-        self.page.screenshot(path=Path(folder) / name)
 
 
 @pytest.fixture
@@ -119,46 +46,53 @@ def form(browser: Any, servers: LocalServers) -> Iterator[Form]:
     opened.page.close()
 
 
-def test_every_field_is_there_with_its_description_and_choices_are_dropdowns(form: Form) -> None:
+@pytest.mark.parametrize("deployment", ["pretrain", "quickstart", "pretrain-nightly", "compare", "promote"])
+def test_a_form_has_few_fields_each_with_its_description(browser: Any, servers: LocalServers, deployment: str) -> None:
+    form = Form(browser, servers, deployment)
     text = " ".join(form.page.locator("body").inner_text().split())
-    missing = [
-        name
-        for name, field in form.fields.items()
-        if f"{field['title']} (Optional) {' '.join(field['description'].split())}" not in text
-    ]
-    assert missing == []
-    assert "Train (Optional) Batch size, learning-rate schedule, optimizer and seed." in text
-    assert "Transformer layers. At least 1, at most 1,000." in text
-    layers = form.box("model.layers").locator("input")
-    assert (layers.input_value(), layers.get_attribute("min"), layers.get_attribute("max")) == ("4", "1", "1000")
-    form.box("parallel.strategy").evaluate("it => it.scrollIntoView()")
-    assert form.options("parallel.strategy").all_inner_texts() == form.fields["parallel.strategy"]["enum"]
-    form.picture("form.png")
+    said = [" ".join(f"{label} {description}".split()) for _, label, description in form.fields]
+    assert [each for each in said if each not in text] == []
+    places = [text.index(each) for each in said]
+    assert places == sorted(places)
+    assert form.page.locator("main, body").locator("input:visible, textarea:visible").count() <= 25
+    assert form.height() < 3000, "30,000 pixels with every field of the config"
+    form.page.close()
 
 
-def test_a_bad_value_is_refused_with_the_message_beside_the_field(form: Form) -> None:
-    form.fill("data.validation_fraction", "2.5")
+def test_an_empty_path_is_refused_and_so_are_bad_values_each_beside_its_field(form: Form) -> None:
+    layers = form.input("config.model.layers")
+    assert (layers.get_attribute("min"), layers.get_attribute("max")) == ("1", "1000")
     form.submit()
-    message = form.box("data.validation_fraction").get_by_text("2.5 is greater than or equal to the maximum of 0.9")
-    message.wait_for()
-    form.picture("form-refused.png", of="data.validation_fraction")
-    form.fill("data.validation_fraction", "0.2")
-    form.fill("data.path", "s3://key:hunter2@bucket/x")
+    form.box("config.data.path").get_by_text("'path' is a required property").wait_for()
+    form.fill("config.data.path", "s3://key:hunter2@bucket/x")
     form.submit()
-    form.box("data.path").get_by_text("a URL with credentials, which would be stored").wait_for()
-    form.fill("data.path", "s3://bucket/x")
-    form.fill("train.global_batch", "0")
+    form.box("config.data.path").get_by_text("a URL with credentials, which would be stored").wait_for()
+    form.fill("config.data.path", "s3://bucket/x")
+    form.fill("config.name", "two words")
     form.submit()
-    batch = form.box("train.global_batch").locator("input")
-    assert "must be greater than or equal to 1" in batch.evaluate("it => it.validationMessage")
+    form.box("config.name").get_by_text("'two words' does not match").wait_for()
+    form.fill("config.name", "words")
+    form.fill("config.data.path", "")
+    form.submit()
+    form.box("config.data").get_by_text(re.compile("'(path|data)' is a required property")).wait_for()
+    form.fill("config.data.path", "s3://bucket/x")
+    form.fill("config.train.steps", "0")
+    form.submit()
+    steps = form.input("config.train.steps")
+    assert "must be greater than or equal to 1" in steps.evaluate("it => it.validationMessage")
     assert form.runs() == []
 
 
-def test_a_submitted_run_completes_and_its_page_tells_of_it(form: Form, servers: LocalServers) -> None:
-    form.fill("data.path", str(servers.user_folder.corpus))
-    for name, value in SMALL.items():
-        form.fill(name, value)
-    form.options("parallel.strategy").get_by_text("single", exact=True).click()
+def test_a_submitted_run_has_what_was_filled_in_and_the_rest_of_its_deployment(
+    browser: Any, servers: LocalServers
+) -> None:
+    form, preset = Form(browser, servers, "quickstart"), presets()["quickstart"]
+    assert form.input("config.data.path").input_value() == "stdlib"
+    filled = {"data.path": str(servers.user_folder.corpus), "name": "mine", "train.steps": "6"}
+    filled |= {"model.layers": "1", "model.width": "32", "model.heads": "4", "registry.notes": "of the form"}
+    for name, value in filled.items():
+        form.fill(f"config.{name}", value)
+    form.add_overrides(*SMALL)
     form.submit()
     form.page.wait_for_url("**/deployments/deployment/*?tab=*")
     (run,) = form.runs()
@@ -168,19 +102,42 @@ def test_a_submitted_run_completes_and_its_page_tells_of_it(form: Form, servers:
     assert run["name"] == folder.name
     assert (folder / "report.html").exists()
     config = json.loads((folder / "plan.json").read_text())["config"]
-    assert (config["train"]["steps"], config["parallel"]["strategy"]) == (6, "single")
+    got = {name: config[name.split(".")[0]] for name in filled}
+    got = {name: part[name.split(".")[1]] if "." in name else part for name, part in got.items()}
+    assert {name: str(value) for name, value in got.items()} == filled
+    assert (config["preset"], config["train"]["context"], config["parallel"]["strategy"]) == (
+        "quickstart",
+        32,
+        "single",
+    )
+    kept = {"beta2", "learning_rate", "global_batch"}
+    assert {name: config["train"][name] for name in kept} == {name: preset["train"][name] for name in kept}
+    assert config["evaluation"]["prompts"] == preset["evaluation"]["prompts"]
 
     form.page.goto(f"{servers.url('prefect')}/v2/runs/flow-run/{run['id']}?tab=Artifacts")
     for artifact in ("plan", "training", "evaluation", "report", "mlflow-run"):
         form.page.get_by_text(artifact, exact=True).first.wait_for()
     form.page.locator("canvas").wait_for()
-    form.picture("run.png")
     tags = servers.mlflow.get_run(json.loads((folder / "run.json").read_text())["mlflow_run_id"]).data.tags
     assert tags["prefect.flow_run_url"].endswith(run["id"]), "the way back"
     (link,) = servers.prefect("/artifacts/filter", {"artifacts": {"key": {"any_": ["mlflow-run"]}}})
     form.page.goto(re.search(rf"{servers.url('mlflow')}/#/experiments/[^)]+", link["data"])[0])  # type: ignore[index]
     form.page.get_by_role("heading", name=folder.name).wait_for()
     assert form.page.get_by_text("Sessions", exact=True).count() == 0, "not MLflow's pages of GenAI"
+    form.page.close()
+
+
+def test_a_deployments_own_form_changes_what_it_shows_and_keeps_the_rest(browser: Any, servers: LocalServers) -> None:
+    form = Form(browser, servers, "pretrain-nightly", page="edit")
+    before = servers.prefect(f"/deployments/{form.deployment_id}")["parameters"]
+    form.fill("config.data.path", "/srv/texts")
+    form.page.get_by_role("button", name="Save").click()
+    form.page.wait_for_url(f"**/deployments/deployment/{form.deployment_id}?*")
+    after = servers.prefect(f"/deployments/{form.deployment_id}")["parameters"]
+    assert after["config"]["data"] == before["config"]["data"] | {"path": "/srv/texts"}
+    assert after["config"]["gates"] == before["config"]["gates"]
+    assert {**after["config"]["train"], **before["config"]["train"]} == after["config"]["train"]
+    form.page.close()
 
 
 def test_a_page_of_another_origin_reads_and_starts_nothing(browser: Any, servers: LocalServers) -> None:

@@ -28,6 +28,9 @@ def entered(defaults: dict[str, Any], *, corpus: Path) -> dict[str, Any]:
     rows = re.findall(r"^\| (`.+?) \| (.+?) \| .+ \|$", PAGE.read_text(), re.MULTILINE)
     assert len(rows) >= 6, "the table of the form is on the page"
     for where, given in rows:
+        if where == "`overrides`":
+            parameters["overrides"] = [*parameters.get("overrides", ()), *re.findall(r"`(.+?)`", given)]
+            continue
         *sections, names = where.split(" › ")
         target = parameters
         for section in sections:

@@ -121,7 +121,7 @@ def lasting_ports(number: int) -> list[int]:
     return found
 
 
-def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+def wait_for(url: str, server: subprocess.Popen[Any]) -> None:
     """Until it answers there."""
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
