@@ -12,13 +12,15 @@ processes takes a second, whatever the size of the text.
 The last line is one JSON object: `mb_per_s_per_core` by way and number of workers, `ratio_vs_datasets` and
 `ratio_vs_datatrove` (Shardline's rate over theirs, on as many workers as there are cores, 2 at most),
 `linearity_2_workers` (Shardline's rate on 2 over twice that on 1, on 6 times the text; null on one core), `identical`
-(whether all documents have the same tokens in all ways), `mb` of text and `documents`.
+(whether all documents have the same tokens in all ways), `failed` (by way: why it could not run; its ratio is null),
+`mb` of text and `documents`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -103,19 +105,27 @@ def run(*, num_bytes: int, repetitions: int) -> dict[str, Any]:
         corpus = Path(folder) / "corpus"
         documents = write_corpus(corpus, num_bytes=num_bytes)
         tokenizer = train_tokenizer(corpus, Path(folder) / "trained")
-        rows = {
-            (way, workers): [measure(way, corpus, tokenizer, workers=workers) for _ in range(repetitions)]
-            for workers in numbers
-            for way in WAYS
-        }
+        rows, failed = dict[tuple[str, int], list[dict[str, Any]]](), dict[str, str]()
+        for workers, way in itertools.product(numbers, WAYS):
+            try:
+                rows[way, workers] = [measure(way, corpus, tokenizer, workers=workers) for _ in range(repetitions)]
+            except RuntimeError as error:  # of another's way: the others are compared all the same
+                if way == "shardline":
+                    raise
+                failed[way] = str(error).splitlines()[-1]
         most = max(numbers)
         linearity = linearity_of(corpus, tokenizer, repetitions=repetitions) if most == 2 else None
     mb = num_bytes / 1e6
     rates = {key: mb / statistics.median(row["seconds"] for row in each) for key, each in rows.items()}
     return {
-        "mb_per_s_per_core": {way: {str(n): round(rates[way, n] / n, 2) for n in numbers} for way in WAYS},
-        "ratio_vs_datasets": round(rates["shardline", most] / rates["datasets", most], 2),
-        "ratio_vs_datatrove": round(rates["shardline", most] / rates["datatrove", most], 2),
+        "mb_per_s_per_core": {
+            way: {str(n): round(rates[way, n] / n, 2) for n in numbers if (way, n) in rates} for way in WAYS
+        },
+        **{
+            f"ratio_vs_{way}": round(rates["shardline", most] / rates[way, most], 2) if (way, most) in rates else None
+            for way in ("datasets", "datatrove")
+        },
+        "failed": failed,
         "linearity_2_workers": linearity,
         "identical": len({(row["digest"], row["tokens"]) for each in rows.values() for row in each}) == 1,
         "tokens": rows["shardline", 1][0]["tokens"],
@@ -132,7 +142,8 @@ def main() -> None:
     result = run(num_bytes=24_000_000 if quick else 64_000_000, repetitions=1 if quick else 3)
     print(f"{result['mb']:.0f} MB, {result['documents']:,} documents, {result['tokens']:,} tokens; MB/s per core")
     for way, rates in result["mb_per_s_per_core"].items():
-        print(f"{way:12}" + "".join(f"{rate:8.2f} on {workers}" for workers, rate in rates.items()))
+        row = "".join(f"{rate:8.2f} on {workers}" for workers, rate in rates.items())
+        print(f"{way:12}{row}" + (f"  failed: {result['failed'][way]}" if way in result["failed"] else ""))
     print(json.dumps(result))
 
 
