@@ -184,6 +184,8 @@ def tiktoken_encoding(file: Path) -> Encoding:
 
     saved = json.loads(file.read_bytes())
     model = saved["model"]
+    if model["type"] != "BPE":
+        raise ValueError(f"the tokenizer is a {model['type']}, not a BPE")
     special = {token["content"] for token in saved["added_tokens"] if token["special"]}  # GPT-2's vocabulary has them
     ranks = _ranks(model, {token: number for token, number in model["vocab"].items() if token not in special})
     if saved["normalizer"] is not None:
