@@ -114,7 +114,7 @@ def _prepare_one(
     drawing = replace(corpus, draws=True)
     for folder, _ in (*(place(corpus, version=version) for version in OLDER_VERSIONS), place(corpus), place(drawing)):
         if found := _finished_manifest(folder):
-            return folder, found
+            return folder, corpus.with_files_left_out(found)
     corpus.check_contents()
     corpus = drawing if pretrained is None and corpus.must_draw(num_corpora=1) else corpus
     folder, fingerprint = place(corpus)
@@ -334,6 +334,11 @@ class Corpus:
     @functools.cached_property
     def chunks(self) -> list[Chunk]:
         return cut_chunks(self.sources, self.data)
+
+    def with_files_left_out(self, manifest: TokenShards) -> TokenShards:
+        """Return the manifest with the files that are left out now; they may be others than when it was made."""
+        files = self.skipped_sources
+        return manifest.model_copy(update={"left_out": tuple(files.left_out), "hints": tuple(files.hints)})
 
     def check_contents(self) -> None:
         """Raise ValueError, unless data.on_error=skip, for archives in the folder and for files that are no text.
@@ -587,9 +592,8 @@ def _tokenize(
         shards=tuple(shard for chunk in finished for shard in chunk.shards),
         **counts | {"skipped": corpus.skipped_sources.count + counts["skipped"]},
         skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped[:EXAMPLES_KEPT]),
-        left_out=tuple(corpus.skipped_sources.left_out),
-        hints=tuple(corpus.skipped_sources.hints),
     )
+    manifest = corpus.with_files_left_out(manifest)
     _log_outcome(manifest, seconds=time.perf_counter() - started)
     return manifest
 

@@ -51,6 +51,8 @@ def losses_of(file: Path, passages: Sequence[Passage], tokens: np.ndarray, lengt
 
 def _lost_characters(file: Path, text: str, unknown: int | None) -> list[str]:
     """Return the characters, other than white space, that no token stands for but the unknown one."""
+    if unknown is None:  # those that the vocabulary lacks vanish, and `tokenizers` shifts the places of all after them
+        return [character for character in text if not _expresses(file, character)]
     encoding = load_tokenizer(str(file)).encode(text, add_special_tokens=False)
     covered = np.zeros(len(text), bool)
     for (start, stop), token in zip(encoding.offsets, encoding.ids, strict=True):

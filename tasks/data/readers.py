@@ -430,9 +430,9 @@ def _json_objects(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iter
         yield from _of_row(row, Place(span, number, "item"), wanted, skipped)
 
 
-def _integer(digits: str) -> int | str:
-    """Read an integer; one that is too long for Python stays text, because its row may hold a document beside it."""
-    return int(digits) if len(digits) < LONGEST_INTEGER else digits
+def _integer(digits: str) -> int | float:
+    """Read an integer; one that is too long for Python is infinite, because its row may hold a document beside it."""
+    return int(digits) if len(digits) < LONGEST_INTEGER else float(digits)
 
 
 DECODER = json.JSONDecoder(parse_int=_integer)

@@ -54,6 +54,7 @@ NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pac
 EXAMPLES_KEPT = 10
 RECODED_BYTES = 2**16
 HEAD_BYTES = 2**12
+KINDS_SHOWN = 6  # of the files that are left out
 
 
 class SkippedDocuments:
@@ -353,8 +354,14 @@ def _chosen(
         unasked = [name for name in sizes if name not in set(asked)]
         by_glob = _left_out("data.include, data.exclude", unasked, sizes, "not asked for")
         skipped.left_out.append(by_glob.model_copy(update={"asked": True, "refused": False}))
-    for suffix, names in sorted(others.items()):
+    by_size = sorted(
+        others.items(), key=lambda each: (not _is_archive(each[1][0]), -sum(map(sizes.__getitem__, each[1])))
+    )
+    for suffix, names in by_size[:KINDS_SHOWN]:
         skipped.left_out.append(_left_out(suffix or "no suffix", names, sizes, _why_left_out(suffix, names[0], head)))
+    if rest := [name for _, names in by_size[KINDS_SHOWN:] for name in names]:
+        kinds = f"{len(by_size) - KINDS_SHOWN} other suffixes"
+        skipped.left_out.append(_left_out(kinds, rest, sizes, "their suffixes are no text files'"))
     skipped.hints += _split_hints(root, kept, data)
     return kept
 

@@ -323,6 +323,11 @@ class DataConfig(Section):
                 f"data.path = {self.path} and data.sources ({len(self.sources)} of them) both name the corpus: "
                 "give data.path= (empty), or make it one of data.sources"
             )
+        if self.sources and self.validation_path:
+            raise ValueError(
+                f"data.validation_path = {self.validation_path} is one part for several sources: give it to the source "
+                "that it belongs to, as data.sources[…].validation_path"
+            )
         if self.sources and not any(source.seen for source in self.sources):
             raise ValueError("data.sources: all have weight or epochs 0, which leaves nothing to train on: raise one")
         names = [source.label for source in self.sources]
