@@ -126,8 +126,9 @@ def read_spans(spans: Iterable[Span], data: DataConfig, skipped: SkippedDocument
         documents, place, source = 0, None, span.source
         try:
             _check_size(source)
-            if problem := content_problem(source):
-                if span.start == 0:  # reported once, by the reader of the file's start
+            # The reader of the file's start reports it, once; to stop, the other readers need not look.
+            if (span.start == 0 or skipped.on_error == "skip") and (problem := content_problem(source)):
+                if span.start == 0:
                     skipped.skip_or_raise(Place(span, 0, ""), problem)
                 continue
             for piece in _read(span, data, wanted, skipped):
@@ -620,7 +621,7 @@ def _table(span: Span, table: TableConfig, wanted: Wanted, skipped: SkippedDocum
         if not header:
             header = row
             if problem := _header_problem(header, delimiter, wanted.column):
-                lost = 1 if skipped.on_error == "stop" else max(1, sum(1 for _ in lines))
+                lost = 1 if skipped.on_error == "stop" else max(1, sum(1 for _ in lines.lines))
                 skipped.skip_or_raise(place, problem, documents=lost, is_whole_file=True)
                 return
             at = header.index(wanted.column)

@@ -399,7 +399,7 @@ def _why_left_out(suffix: str, example: str, head: Callable[[str], bytes]) -> st
     if problem:
         return f"it {problem}"
     glob = f"*{suffix}" if suffix else "*/" + PurePath(example).name if "/" in example else PurePath(example).name
-    return f'its suffix is no text file\'s; data.include=["*","{glob}"] reads it as text'
+    return f'its suffix is no text file\'s; \'data.include=["*","{glob}"]\' reads it as text'
 
 
 def _head(file: BinaryIO) -> bytes:

@@ -66,8 +66,8 @@ class TableConfig(Section):
     )
     quoting: Literal["auto", "csv", "none"] = Field(
         "auto",
-        description="csv: a field that begins with a double quote ends at the next one, and may hold delimiters and "
-        "line ends. none: quotes are part of the text. auto: csv in .csv files, none in .tsv files.",
+        description="Meaning of double quotes. csv: a field that begins with one ends at the next one, and may hold "
+        "delimiters and line ends. none: quotes are part of the text. auto: csv in .csv files, none in .tsv files.",
     )
     escape: str = Field(
         "",
@@ -75,6 +75,12 @@ class TableConfig(Section):
         description="Character that takes the meaning from the one after it, for example a backslash. Empty means "
         "none: inside quotes, a quote is written twice.",
     )
+
+    @field_validator("delimiter", "escape", mode="before")
+    @classmethod
+    def read_tab(cls, character: Any) -> Any:
+        r"""Take `\t`, which is how a tab is written in a command."""
+        return "\t" if character == r"\t" else character
 
 
 SHARDS = "shards:"
@@ -315,6 +321,11 @@ class DataConfig(Section):
     @classmethod
     def check_encoding(cls, name: str) -> str:
         return known_encoding(name)
+
+    @field_validator("include", "exclude", mode="before")
+    @classmethod
+    def one_pattern(cls, patterns: Any) -> Any:
+        return (patterns,) if isinstance(patterns, str) else patterns
 
     @model_validator(mode="after")
     def check_mixture(self) -> DataConfig:

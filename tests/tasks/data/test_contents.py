@@ -295,7 +295,7 @@ def test_what_is_left_out_is_said_with_the_cure(tmp_path: Path) -> None:
         (".png", 1, "photo.png"),
     }
     lines = "\n".join(shards.ledger_lines())
-    assert 'data.include=["*","*.dat"] reads it as text' in lines
+    assert """'data.include=["*","*.dat"]' reads it as text""" in lines
     assert "photo.png): it is a picture" in lines
     folder, shards = prepare(tmp_path, root, include=["*", "*.dat", "part-0000"])  # the cures
     assert {"more text " * 50, "text without a suffix"} <= set(all_documents(folder))
