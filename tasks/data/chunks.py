@@ -2,7 +2,8 @@
 
 A chunk is full at data.shard_mib. A file of up to that size stays whole. A larger file is cut where the chunk is full,
 and continues in the next chunk: plain text and JSON lines at a byte, parquet between row groups. Files that cannot be
-read from the middle (compressed files, CSV, JSON arrays, other encodings, hub sets) stay whole, however large they are.
+read from the middle (compressed files, CSV, JSON arrays, .arrow,
+other encodings, hub sets) stay whole, however large they are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tasks.data.readers import Span, is_array
+from tasks.data.readers import Span, json_shape
 from tasks.data.sources import Source
 from training.config.data import DataConfig
 
@@ -67,7 +68,7 @@ def _cut_anywhere(source: Source, data: DataConfig) -> bool:
         return False
     if source.format == "json":
         with contextlib.suppress(OSError):  # the file's reader will report the error
-            return not is_array(source)
+            return json_shape(source, data) == "lines"
         return False
     if source.format != "text":
         return False

@@ -20,12 +20,13 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.data.chunks import Chunk, cut_chunks
 from tasks.data.encoder import SavedTokenizer, TokensDiffer
 from tasks.data.engine import Engine, LocalProcesses, run_chunks
-from tasks.data.readers import Piece, Place, Span, read_spans
+from tasks.data.readers import Piece, Place, Span, content_problem, read_spans
+from tasks.data.sample import READ_FACTOR, chunks_to_read, draw, up_to
 from tasks.data.sharding import TokenizeWork, tokenize_chunk
 from tasks.data.sources import EXAMPLES_KEPT, SkippedDocuments, Source, find_sources
 from tasks.data.split import SplitRule, choose_rule, split_pieces
@@ -38,7 +39,7 @@ from tasks.workspace.locks import exclusive
 from training.config.data import SHARDS, DataConfig, TokenizerConfig
 from training.config.store import StoreConfig
 from training.records.record import sha256_file, write_atomically
-from training.records.token_shards import FinishedChunk, Shard, SkippedDocument, SourceFile, TokenShards
+from training.records.token_shards import FinishedChunk, Ledger, Shard, SkippedDocument, SourceFile, TokenShards
 from training.shards.format import (
     LIBRARY,
     MANIFEST,
@@ -60,6 +61,7 @@ NO_STORE = StoreConfig()
 # Part of the fingerprint: increase it when equal inputs give other shards than before. Since 2, chunks are cut by file
 # and byte, and documents of text and JSON lines are identified by their byte, not by their line.
 FORMAT_VERSION = 2
+DRAWN = "drawn from all over the corpus"  # in the fingerprint; until then the sample was the corpus's first text
 SURVEY = "survey"  # folder, beside the shards while they are made
 OLDER_VERSIONS = (1,)  # finished shards of these versions are used as they are, so that their runs can be resumed
 
@@ -105,14 +107,18 @@ def _prepare_one(
     store: StoreConfig,
 ) -> tuple[Path, TokenShards]:
     """Return the shards of one corpus, with its own tokenizer or a pretrained one."""
-    for version in OLDER_VERSIONS:
-        folder = tokens_home.absolute() / _fingerprint(corpus, specials, content_hash(pretrained), version=version)[:16]
+
+    def place(corpus: Corpus, *, version: int = FORMAT_VERSION) -> tuple[Path, str]:
+        fingerprint = _fingerprint(corpus, specials, content_hash(pretrained), version=version)
+        return tokens_home.absolute() / fingerprint[:16], fingerprint
+
+    drawing = replace(corpus, draws=True)
+    for folder, _ in (*(place(corpus, version=version) for version in OLDER_VERSIONS), place(corpus), place(drawing)):
         if found := _finished_manifest(folder):
-            return folder, found
-    fingerprint = _fingerprint(corpus, specials, content_hash(pretrained))
-    folder = tokens_home.absolute() / fingerprint[:16]
-    if found := _finished_manifest(folder):
-        return folder, found
+            return folder, corpus.with_files_left_out(found)
+    corpus.check_contents()
+    corpus = drawing if pretrained is None and corpus.must_draw(num_corpora=1) else corpus
+    folder, fingerprint = place(corpus)
     with _write_lock(folder):
         if found := _finished_manifest(folder) or _on_store(store, folder):  # another process finished it meanwhile
             return folder, found
@@ -143,16 +149,19 @@ def _prepare_mixture(
     corpora = [part for part in given if isinstance(part, Corpus)]
     if len(corpora) < len(given):
         _check_finished(data)
-    for version in OLDER_VERSIONS:
-        folder = (
-            tokens_home.absolute() / _fingerprint_of_mixture(names, given, specials, pretrained, version=version)[:16]
-        )
+
+    def place(**how: Any) -> tuple[Path, str]:
+        fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained, **how)
+        return tokens_home.absolute() / fingerprint[:16], fingerprint
+
+    for folder, _ in (*(place(version=version) for version in OLDER_VERSIONS), place(), place(draws=True)):
         if found := _finished_manifest(folder):
             return folder, found
-    fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained)
-    folder = tokens_home.absolute() / fingerprint[:16]
-    if found := _finished_manifest(folder):
-        return folder, found
+    for corpus in corpora:
+        corpus.check_contents()
+    draws = pretrained is None and any(corpus.must_draw(num_corpora=len(corpora)) for corpus in corpora)
+    corpora = [replace(corpus, draws=draws) for corpus in corpora]
+    folder, fingerprint = place(draws=draws)
     with _write_lock(folder):
         if found := _finished_manifest(folder) or _on_store(store, folder):
             return folder, found
@@ -171,7 +180,7 @@ def _prepare_mixture(
                 parts.append((part.folder, part.manifest))
                 continue
             corpus = next(apart)
-            own = replace(corpus, data=corpus.data.model_copy(update={"tokenizer": settings}))
+            own = replace(corpus, data=corpus.data.model_copy(update={"tokenizer": settings}), draws=False)
             parts.append(_prepare_one(own, specials, pretrained, tokens_home=tokens_home, store=store))
         if not (folder / "tokenizer").exists():
             shutil.copytree(parts[0][0] / "tokenizer", folder / ".tokenizer.part")
@@ -191,6 +200,7 @@ def _fingerprint_of_mixture(
     pretrained: PreTrainedTokenizerFast | None,
     *,
     version: int = FORMAT_VERSION,
+    draws: bool = False,
 ) -> str:
     fingerprints = [
         _fingerprint(part, specials, content_hash(pretrained), version=version)
@@ -198,7 +208,11 @@ def _fingerprint_of_mixture(
         else part.manifest.fingerprint
         for part in given
     ]
-    identity = {"format": version, "parts": list(zip(names, fingerprints, strict=True))}
+    identity = {
+        "format": version,
+        "parts": list(zip(names, fingerprints, strict=True)),
+        **({"sample": DRAWN} if draws else {}),
+    }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -236,10 +250,10 @@ def _manifest_of_mixture(
             "tokenizer_sha256": sha256_file(tokenizer),
             "split_rule": "; ".join(f"{name}: {each.split_rule}" for name, each in zip(names, manifests, strict=True)),
             "shards": tuple(shards),
-            "repeated": sum(each.repeated for each in manifests),
-            "filtered": sum(each.filtered for each in manifests),
-            "skipped": sum(each.skipped for each in manifests),
+            **Ledger.total(manifests),
             "skipped_examples": tuple(line for each in manifests for line in each.skipped_examples)[:EXAMPLES_KEPT],
+            "left_out": tuple(left_out for each in manifests for left_out in each.left_out),
+            "hints": tuple(hint for each in manifests for hint in each.hints),
         }
     )
 
@@ -302,7 +316,8 @@ class Corpus:
     """The documents of all files; they are read several times: for the split, the tokenizer and the tokens.
 
     `earlier`: corpora whose documents are left out of this one. `survey_folder`: for the lists of each chunk's
-    documents, if they are needed.
+    documents, if they are needed. `draws`: a BPE is trained on text from all over it, because it has more text than
+    data.tokenizer.sample_mib.
     """
 
     data: DataConfig
@@ -312,6 +327,7 @@ class Corpus:
     engine: Engine
     earlier: tuple[Corpus, ...] = ()
     survey_folder: Path | None = None
+    draws: bool = False
 
     def surveyed_in(self, folder: Path) -> Corpus:
         return self if self.survey_folder else replace(self, survey_folder=folder)
@@ -319,6 +335,26 @@ class Corpus:
     @functools.cached_property
     def chunks(self) -> list[Chunk]:
         return cut_chunks(self.sources, self.data)
+
+    def with_files_left_out(self, manifest: TokenShards) -> TokenShards:
+        """Return the manifest with the files that are left out now; they may be others than when it was made."""
+        files = self.skipped_sources
+        return manifest.model_copy(update={"left_out": tuple(files.left_out), "hints": tuple(files.hints)})
+
+    def check_contents(self) -> None:
+        """Raise ValueError, unless data.on_error=skip, for archives in the folder and for files that are no text.
+
+        Files behind URLs are looked at when they are read.
+        """
+        if self.data.on_error == "skip":
+            return
+        for left_out in self.skipped_sources.left_out:
+            if left_out.refused:
+                raise ValueError(f"{left_out.example} is an archive: {left_out.why}")
+        cure = "; or set data.on_error=skip to leave such files out and count them" if len(self.sources) > 1 else ""
+        for source in self.sources:
+            if not source.remote and (problem := content_problem(source)):
+                raise ValueError(f"{source.name} {problem}{cure}")
 
     @functools.cached_property
     def survey(self) -> Survey:
@@ -342,25 +378,73 @@ class Corpus:
     def pieces_of(self, chunk: Chunk) -> Iterator[Piece]:
         return read_spans(chunk.spans, self.data, SkippedDocuments(self.data.on_error, repeated=chunk.repeated))
 
+    def must_draw(self, *, num_corpora: int) -> bool:
+        """Whether a BPE's part of data.tokenizer.sample_mib is less than the text to train on; reads that much text."""
+        if self.data.tokenizer.kind != "bpe":
+            return False
+        limit = _sample_bytes(self.data, num_corpora) / (1 - self.data.validation_fraction)
+        if self.total_bytes is not None and self.total_bytes <= limit:
+            return False
+        skipped, size = SkippedDocuments(self.data.on_error), 0
+        for piece in itertools.chain.from_iterable(read_spans(each.spans, self.data, skipped) for each in self.chunks):
+            size += 0 if self.sources[piece.source].held_out else len(piece.text.encode())
+            if size > limit:
+                return True
+        return False
+
+    def sample(self, rule: SplitRule, num_bytes: int) -> Iterable[str]:
+        """Return the text that a BPE is trained on: the first `num_bytes` of train, or as many from all over it."""
+        chunks = self.applied(rule)
+        read_bytes = chunk_bytes = self.data.shard_mib * 2**20
+        if self.draws:
+            chunks = chunks_to_read(chunks, num_bytes=num_bytes, chunk_bytes=chunk_bytes)
+            read_bytes = max(chunk_bytes, READ_FACTOR * num_bytes // max(1, len(chunks)))
+
+        def texts(chunk: Chunk) -> Iterator[str]:
+            passages = split_pieces(self.pieces_of(chunk), rule, train_characters=chunk.train_characters)
+            train = (passage.text for passage in passages if passage.split == "train")
+            return up_to(train, read_bytes) if self.draws else train
+
+        every = itertools.chain.from_iterable(map(texts, chunks))
+        return draw(every, num_bytes) if self.draws else up_to(every, num_bytes)
+
     def choose_rule(self) -> SplitRule:
+        if (given := sum(not source.held_out for source in self.sources)) < len(
+            self.sources
+        ) and self.data.split != "all":
+            why = f"given: {len(self.sources) - given} files of data.validation_path are validation"
+            return SplitRule("given", 0.0, given, why)
         first = itertools.chain.from_iterable(self.pieces_of(chunk) for chunk in self.applied()[:1])
         return choose_rule(self.data, first, lambda: self.survey.counts())
+
+    @functools.cached_property
+    def has_quotes_in_tsv(self) -> bool:
+        """Whether a .tsv file that is read without quoting has quotes; one behind a URL is not looked into."""
+        tables = [source for source in self.sources if source.format == "tsv"]
+        return self.data.table.quoting == "auto" and any(source.remote or _has_quotes(source) for source in tables)
 
     @property
     def total_bytes(self) -> int | None:
         """Return the size of the files, if it tells how much text there is."""
-        if any(source.compression or source.format in ("parquet", "hub") for source in self.sources):
+        if any(source.compression or source.format in ("parquet", "arrow", "hub") for source in self.sources):
             return None
         return sum(source.record.num_bytes for source in self.sources)
+
+
+def _sample_bytes(data: DataConfig, num_corpora: int) -> int:
+    """Return how much text each corpus gives to the sample that a BPE is trained on."""
+    return data.tokenizer.sample_mib * 2**20 // num_corpora
 
 
 def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, *, version: int = FORMAT_VERSION) -> str:
     """Return a hash of everything that determines the tokens: content and settings, but neither paths nor workers."""
     data, left_out = corpus.data, {"path", "sources", "phases", "hub_revision", "processes", "engine", "streaming"}
+    left_out |= {"validation_path", "include", "exclude"}  # the sources say what they choose
     settings = data.model_dump(mode="json", exclude=left_out)
     settings["tokenizer"].pop("path")
-    for field in ("encoding", "deduplicate", "where"):  # corpora were tokenized before these settings existed
-        if settings[field] == DataConfig.model_fields[field].default:
+    # Corpora were tokenized before these settings existed.
+    for field in ("encoding", "deduplicate", "where", "json_field", "table"):
+        if getattr(data, field) == DataConfig.model_fields[field].default:
             settings.pop(field)
     identity = {
         "format": version,
@@ -369,11 +453,23 @@ def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, *, ve
         "specials": [specials.end, specials.mask],
         "pretrained": pretrained_hash,
     }
+    if corpus.draws and data.tokenizer.kind == "bpe":
+        identity["sample"] = DRAWN
+    if held_out := sum(source.held_out for source in corpus.sources):
+        identity["held_out"] = held_out
+    if corpus.has_quotes_in_tsv:
+        identity["tsv"] = "quotes are text"  # until they were, other tokens came of the same file
     if corpus.earlier:
         identity["earlier"] = [
             _fingerprint(earlier, specials, pretrained_hash, version=version) for earlier in corpus.earlier
         ]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _has_quotes(source: Source) -> bool:
+    with contextlib.suppress(OSError), source.open() as file:  # its reader reports the error
+        return any(b'"' in block for block in iter(lambda: file.read(2**20), b""))
+    return False
 
 
 def _finished_manifest(folder: Path) -> TokenShards | None:
@@ -439,15 +535,15 @@ def _tokenizer_of(
             done += len(text.encode())
             corpora[0].report("tokenizer", done, None)
 
-    def train_texts(corpus: Corpus, rule: SplitRule) -> Iterator[str]:
-        return (part.text for part in split_pieces(corpus.pieces(), rule) if part.split == "train")
+    def sample(corpus: Corpus, rule: SplitRule) -> Iterator[str]:
+        yield from corpus.sample(rule, _sample_bytes(corpus.data, len(corpora)))
 
     tokenizer = save_tokenizer(
         folder,
         settings,
         pretrained=pretrained,
         specials=specials,
-        train_texts=[reported(train_texts(corpus, rule)) for corpus, rule in zip(corpora, rules, strict=True)],
+        train_texts=[reported(sample(corpus, rule)) for corpus, rule in zip(corpora, rules, strict=True)],
         all_texts=reported(piece.text for corpus in corpora for piece in corpus.pieces()),
     )
     log.info("tokenizer: %s, in %s", tokenizer.name, format_duration(time.perf_counter() - started))
@@ -483,6 +579,7 @@ def _tokenize(
     examples = itertools.islice((example for chunk in finished for example in chunk.skipped_examples), EXAMPLES_KEPT)
     skipped = [(place, problem) for place, problem in corpus.skipped_sources.examples]
     skipped += [(_place(corpus, example), example.problem) for example in examples]
+    counts = Ledger.total(finished)
     manifest = TokenShards(
         fingerprint=fingerprint,
         sources=tuple(source.record for source in corpus.sources),
@@ -494,11 +591,10 @@ def _tokenize(
         dtype=tokenizer.dtype,
         split_rule=rule.why,
         shards=tuple(shard for chunk in finished for shard in chunk.shards),
-        repeated=sum(chunk.repeated for chunk in finished),
-        filtered=sum(chunk.filtered for chunk in finished),
-        skipped=corpus.skipped_sources.count + sum(chunk.skipped for chunk in finished),
+        **counts | {"skipped": corpus.skipped_sources.count + counts["skipped"]},
         skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped[:EXAMPLES_KEPT]),
     )
+    manifest = corpus.with_files_left_out(manifest)
     _log_outcome(manifest, seconds=time.perf_counter() - started)
     return manifest
 
@@ -532,10 +628,6 @@ def _log_outcome(manifest: TokenShards, *, seconds: float) -> None:
         format_duration(seconds),
         f"{(train + validation) / seconds:,.0f}",
     )
-    if manifest.repeated:
-        log.info("left out %s whose text repeats an earlier one", counted(manifest.repeated, "document"))
-    if manifest.filtered:
-        log.info("left out %s for which data.where (a filter of rows) is false", counted(manifest.filtered, "row"))
-    if manifest.skipped:
-        places = "; ".join(manifest.skipped_examples[:3])
-        log.warning("skipped %s (data.on_error=skip), the first: %s", counted(manifest.skipped, "document"), places)
+    warnings = manifest.ledger_warnings()
+    for line in manifest.ledger_lines():
+        log.log(logging.WARNING if line in warnings else logging.INFO, "%s", line)

@@ -107,6 +107,8 @@ def find_new_text(
         raise ValueError("a night finds its sources by itself: give the growing folder as data.path, not data.sources")
     if is_url(config.data.path) or config.data.path.startswith("hub:"):
         raise ValueError(f"data.path={config.data.path}: a night reads files, so it needs a folder of this machine")
+    if config.data.validation_path:
+        raise ValueError("a night holds out a part of the new text: leave data.validation_path empty")
     skipped = SkippedDocuments(config.data.on_error)
     sources = find_sources(config.data, skipped)
     champion = _champion(config.model_name, tracking_uri=tracking_uri)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from tasks.data.chunks import Chunk
 from tasks.data.encoder import SavedTokenizer, TokensDiffer, encode
+from tasks.data.losses import Losses, losses_of
 from tasks.data.readers import Place, read_spans
 from tasks.data.sources import SkippedDocuments
 from tasks.data.split import Passage, SplitRule, split_pieces
@@ -38,18 +40,41 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
     pieces = read_spans(chunk.spans, work.data, skipped)
     passages = split_pieces(pieces, work.rule, train_characters=chunk.train_characters)
     shards: list[Shard] = []
+    losses: list[Losses] = []
+    characters = 0
     for part, passages_of_part in enumerate(_cut(passages, num_bytes=work.data.shard_mib * 2**20)):
-        shards += _write_shards(work, chunk.index, part, passages_of_part)
+        with _naming(chunk):
+            shards += _write_shards(work, chunk.index, part, passages_of_part, losses)
+        characters += sum(len(passage.text) for passage in passages_of_part)
     _check_library(work)
     finished = FinishedChunk(
         shards=tuple(sorted(shards, key=lambda shard: SPLITS.index(shard.split))),
         repeated=skipped.num_repeated,
         filtered=skipped.num_filtered,
         skipped=skipped.count,
+        characters=characters,
+        nul_characters=skipped.num_nuls,
+        lost_characters=sum(each.characters for each in losses),
+        unknown_tokens=sum(each.unknown_tokens for each in losses),
         skipped_examples=tuple(_recorded(place, problem) for place, problem in skipped.examples),
     )
     write_marker(work.folder, chunk.index, finished)
     return finished
+
+
+@contextlib.contextmanager
+def _naming(chunk: Chunk) -> Iterator[None]:
+    """Name the files of a chunk that `tokenizers` cannot encode; it raises bare Exceptions."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        names = list(dict.fromkeys(span.source.name for span in chunk.spans))
+        raise ValueError(
+            f"the tokenizer cannot encode text of {', '.join(names[:3])}{' …' if names[3:] else ''} ({error}): take "
+            "one that is byte-level or has an unknown token, or train one on this text with data.tokenizer.kind=bpe"
+        ) from error
 
 
 def _cut(passages: Iterable[Passage], *, num_bytes: int) -> Iterator[list[Passage]]:
@@ -73,13 +98,18 @@ def _cut(passages: Iterable[Passage], *, num_bytes: int) -> Iterator[list[Passag
         yield part
 
 
-def _write_shards(work: TokenizeWork, index: int, part: int, passages: list[Passage]) -> Iterator[Shard]:
+def _write_shards(
+    work: TokenizeWork, index: int, part: int, passages: list[Passage], losses: list[Losses]
+) -> Iterator[Shard]:
+    """Write the shards of both splits; add to `losses` what the tokenizer lost. Lost bytes count in no `text_bytes`."""
     for split in SPLITS:
         own = [passage for passage in passages if passage.split == split]
         tokens, ends, lengths = encode(work.tokenizer, own)
         _check_library(work)
         if len(tokens):
-            num_bytes = [len(passage.text.encode()) for passage in own]
+            lost = list(losses_of(work.tokenizer.file, own, tokens, lengths))
+            losses += lost
+            num_bytes = [len(passage.text.encode()) - each.num_bytes for passage, each in zip(own, lost, strict=True)]
             shard = write_shard(
                 work.folder, split=split, index=index, part=part, tokens=tokens, ends=ends, text_bytes=sum(num_bytes)
             )

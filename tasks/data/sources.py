@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import codecs
+import fnmatch
 import io
 import logging
 import os
 import re
 import sysconfig
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import BinaryIO, Literal
 
+from tasks.data.contents import UNPACK, problem_of_bytes
+from tasks.data.decompression import COMPRESSIONS, unpacked
 from tasks.data.remote import RemoteFile, find_files
 from tasks.data.row_filter import RowFilter
 from tasks.hardware.machine import usable_cores
 from training.config.data import SHARDS, DataConfig
 from training.records.record import sha256_file
-from training.records.token_shards import SourceFile
+from training.records.token_shards import LeftOut, SourceFile
 from training.shards.format import read_manifest
 from training.store.urls import check_url, is_url
 
 log = logging.getLogger(__name__)
 
-Format = Literal["text", "json", "csv", "tsv", "parquet", "hub"]
+Format = Literal["text", "json", "csv", "tsv", "parquet", "arrow", "hub"]
 
 TEXT_SUFFIXES = """
     .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .css .scss .py .pyi .ipynb .js .mjs .jsx .ts .tsx
@@ -40,11 +42,19 @@ FORMATS: dict[str, Format] = {
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",
+    ".arrow": "arrow",
 }
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+ARCHIVES = frozenset({".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".rar"})
+# Files that `save_to_disk` of the library datasets writes beside .arrow files; they hold no text.
+OF_DATASETS = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
+# Words in the names of files and folders that are a ready-made split.
+TRAIN_NAMES = frozenset({"train", "training"})
+HELD_OUT_NAMES = frozenset({"valid", "validation", "val", "dev", "eval", "test"})
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 EXAMPLES_KEPT = 10
 RECODED_BYTES = 2**16
+HEAD_BYTES = 2**12
+KINDS_SHOWN = 6  # of the files that are left out
 
 
 class SkippedDocuments:
@@ -67,6 +77,9 @@ class SkippedDocuments:
         self.examples: list[tuple[object, str]] = []  # place and problem
         self.num_repeated = 0
         self.num_filtered = 0
+        self.num_nuls = 0  # NUL characters in documents that are kept
+        self.left_out: list[LeftOut] = []
+        self.hints: list[str] = []
         self.digests = digests
         self._repeated = frozenset(repeated)
         self._number = 0
@@ -80,25 +93,25 @@ class SkippedDocuments:
         self.num_repeated += repeated
         return repeated
 
-    def skip_or_raise(self, place: object, problem: str) -> None:
-        """Count the document, or raise ValueError unless data.on_error=skip.
+    def skip_or_raise(self, place: object, problem: str, *, documents: int = 1, is_whole_file: bool = False) -> None:
+        """Count the documents that are lost to the problem, or raise ValueError unless data.on_error=skip.
 
-        `place` becomes text only if it is shown.
+        `place` becomes text only if it is shown. `is_whole_file`: nothing of the file can be read.
         """
         if self.on_error == "stop":
-            raise ValueError(
-                f"{place}: {problem}; correct it, or set data.on_error=skip to leave such documents out and count them"
-            )
-        self.count += 1
+            cure = "; correct it, or set data.on_error=skip to leave such documents out and count them"
+            raise ValueError(f"{place}: {problem}{'' if is_whole_file else cure}")
+        self.count += documents
         if len(self.examples) < EXAMPLES_KEPT:
             self.examples.append((place, problem))
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or one split of a hub data set. `record.name` is relative to `data.path`, the same on every machine.
+    """One file, or one split of a hub data set. `record.name` is relative to `data.path`, the same on every machine;
+    bytes of a file's name that are not UTF-8 are written as \\xe9.
 
-    `remote`: the place of a file behind a URL; `path` is then its name.
+    `remote`: the place of a file behind a URL; `path` is then its name. `held_out`: a file of data.validation_path.
     """
 
     path: Path
@@ -107,6 +120,7 @@ class Source:
     record: SourceFile
     encoding: str = "utf-8"
     remote: RemoteFile | None = None
+    held_out: bool = False
 
     @property
     def name(self) -> str:
@@ -123,17 +137,14 @@ class Source:
         return not self.compression and self.encoding == "utf-8" and self.format != "hub"
 
     def open(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
-        """Open the decompressed text as UTF-8; reading raises OSError, with the place, for bytes of another encoding.
-
-        It uses pyarrow: Python has no zstd before 3.14, and fsspec's zstd reads a truncated file without an error.
-        """
-        file = self.open_bytes(wanted_bytes=wanted_bytes)
-        if self.compression:
-            import pyarrow
-
-            packed = pyarrow.PythonFile(file, mode="r")
-            file = io.BufferedReader(pyarrow.CompressedInputStream(packed, self.compression))
+        """Open the decompressed text as UTF-8; reading raises OSError, with the place, for bytes that do not fit."""
+        file = self.open_unpacked(wanted_bytes=wanted_bytes)
         return file if self.encoding == "utf-8" else io.BufferedReader(_Recoded(file, self.encoding))
+
+    def open_unpacked(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
+        """Open the decompressed bytes; reading raises OSError if they break off."""
+        file = self.open_bytes(wanted_bytes=wanted_bytes)
+        return unpacked(file, self.compression) if self.compression else file
 
     def open_bytes(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
         """Open the file as it is. `wanted_bytes`: how many bytes will be read, if not all."""
@@ -170,16 +181,43 @@ class _Recoded(io.RawIOBase):
 
 
 def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
-    """Return the files of `data.path`, sorted by name. Raises ValueError if there are none or one cannot be read."""
+    """Return the files of `data.path`, sorted by name, then those of `data.validation_path`.
+
+    What is not read goes to `skipped.left_out`. Raises ValueError if there are none or one cannot be read.
+    """
+    sources = _find(data, skipped)
+    if not data.validation_path:
+        return sources
+    held_out = _find(data.model_copy(update={"path": data.validation_path}), skipped)
+    places = {_place(source) for source in held_out}
+    # The held-out folder may lie in the corpus's own.
+    train = [source for source in sources if _place(source) not in places]
+    if not train:
+        raise ValueError(f"data.validation_path={data.validation_path} has all files of data.path={data.path}")
+    return train + [_as_held_out(source, data.validation_path) for source in held_out]
+
+
+def _as_held_out(source: Source, path: str) -> Source:
+    """Return a held-out file under a name that no file of the corpus has."""
+    folder = printable(PurePath(path).name)
+    name = source.name if source.name == folder else f"{folder}/{source.name}"
+    return replace(source, held_out=True, record=source.record.model_copy(update={"name": name}))
+
+
+def _place(source: Source) -> str:
+    return source.remote.url if source.remote else os.path.realpath(source.path)
+
+
+def _find(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
     check_path(data.path)
     if data.path.startswith("hub:"):
         return [_hub_source(data)]
     if data.path == "stdlib":
         return _hashed(_stdlib_files(skipped), skipped, encoding="utf-8")
     if is_url(data.path):
-        return _remote_sources(data)
+        return _remote_sources(data, skipped)
     path = Path(data.path).expanduser().absolute()  # a worker may have another working directory
-    files = _folder_files(path, skipped) if path.is_dir() else [(path.name, path)]
+    files = _folder_files(path, data, skipped) if path.is_dir() else [(printable(path.name), path)]
     return _hashed(files, skipped, encoding=data.encoding)
 
 
@@ -187,6 +225,8 @@ def check_paths(data: DataConfig) -> None:
     """Raise ValueError if no corpus is given, a file or folder does not exist, or `where` is no expression."""
     for each in [data.of_source(source) for source in data.sources] or [data]:
         check_path(each.path)
+        if each.validation_path:
+            check_path(each.validation_path)
         if each.where:
             RowFilter(each.where)
 
@@ -227,15 +267,14 @@ def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encodin
     return sources
 
 
-def _remote_sources(data: DataConfig) -> list[Source]:
+def _remote_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
     """Return the files at a URL, with the store's own hashes if it has them: then no file is read."""
     found = find_files(data.path)
     if len(found) > 1 or found[0].name != PurePath(data.path).name:
-        known = [file for file in found if _suffixes(Path(file.name))[0] in FORMATS]
-        if not known:
-            kinds = Counter(Path(file.name).suffix or "no suffix" for file in found)
-            raise _no_texts(data.path, kinds)
-        found = known
+        by_name = {file.name: file for file in found}
+        sizes = {name: file.num_bytes for name, file in by_name.items()}
+        kept = _chosen(data.path, sizes, data, skipped, head=lambda name: _head(by_name[name].open()))
+        found = [by_name[name] for name in kept]
     with ThreadPoolExecutor(usable_cores()) as pool:
         hashes = list(pool.map(lambda file: file.sha256, found))
     sources = []
@@ -255,14 +294,15 @@ def _suffixes(path: Path) -> tuple[str, str]:
     """Return suffix and compression: `.jsonl` and `gzip` for `a.jsonl.gz`."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSIONS:
-        return Path(path.stem).suffix.lower(), COMPRESSIONS[suffix]
+        return Path(path.stem).suffix.lower(), COMPRESSIONS[suffix].name
     return suffix, ""
 
 
 def _stdlib_files(skipped: SkippedDocuments) -> list[tuple[str, Path]]:
     """Return the .py files of the standard library, without the few that declare another encoding than UTF-8."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [(name, path) for name, path in _walk(root, skipped, leave_out=NOT_STDLIB) if path.suffix == ".py"]
+    found = _walk(root, skipped, leave_out=NOT_STDLIB, follow_links=False)
+    files = [(name, path) for name, path in found if path.suffix == ".py"]
     if not files:
         raise ValueError(f"no .py files in {root}: this Python has no library of source files; set data.path=FOLDER")
     return [(name, path) for name, path in files if _is_utf8(path)]
@@ -276,45 +316,164 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def _folder_files(root: Path, skipped: SkippedDocuments) -> list[tuple[str, Path]]:
-    files, others = [], Counter[str]()
-    for name, path in _walk(root, skipped):
-        suffix, _ = _suffixes(path)
-        if suffix in FORMATS:
-            files.append((name, path))
+def _folder_files(root: Path, data: DataConfig, skipped: SkippedDocuments) -> list[tuple[str, Path]]:
+    paths = dict(_walk(root, skipped))
+    sizes = {name: path.stat().st_size if path.is_file() else 0 for name, path in paths.items()}
+    chosen = _chosen(str(root), sizes, data, skipped, head=lambda name: _head(paths[name].open("rb")))
+    return [(name, paths[name]) for name in chosen]
+
+
+def _chosen(
+    root: str, sizes: dict[str, int], data: DataConfig, skipped: SkippedDocuments, *, head: Callable[[str], bytes]
+) -> list[str]:
+    """Return the names of the files that are read; tell `skipped` about the others, and how they can be read.
+
+    `sizes`: of all files, by name. `head` gives the first bytes of one.
+    """
+    asked = [name for name in sizes if _asked(name, data)]
+    if sizes and not asked:
+        raise ValueError(
+            f"data.include={', '.join(data.include) or '*'} and data.exclude={', '.join(data.exclude) or '(none)'} "
+            f"leave none of the {len(sizes)} files of {root}, such as {min(sizes)}: change them"
+        )
+    beside_arrow = {str(PurePath(name).parent) for name in asked if name.endswith(".arrow")}
+    beside_arrow |= {str(PurePath(folder).parent) for folder in beside_arrow}
+    others: dict[str, list[str]] = {}
+    kept = []
+    for name in asked:
+        path = PurePath(name)
+        if path.name in OF_DATASETS and str(path.parent) in beside_arrow:
+            continue
+        if _suffixes(Path(name))[0] in FORMATS or _named_by(data.include, path):
+            kept.append(name)
         else:
-            others[path.suffix or "no suffix"] += 1
-    if not files:
-        raise _no_texts(str(root), others)
-    if others:
-        log.info("%s: left out %d files whose suffix is not a text file's: %s", root, others.total(), _kinds(others))
-    return files
+            others.setdefault("".join(path.suffixes[-2:]) if _is_archive(name) else path.suffix, []).append(name)
+    if not kept:
+        raise _no_texts(root, others, head)
+    if len(asked) < len(sizes):
+        unasked = [name for name in sizes if name not in set(asked)]
+        by_glob = _left_out("data.include, data.exclude", unasked, sizes, "not asked for")
+        skipped.left_out.append(by_glob.model_copy(update={"asked": True, "refused": False}))
+    by_size = sorted(
+        others.items(), key=lambda each: (not _is_archive(each[1][0]), -sum(map(sizes.__getitem__, each[1])))
+    )
+    for suffix, names in by_size[:KINDS_SHOWN]:
+        skipped.left_out.append(_left_out(suffix or "no suffix", names, sizes, _why_left_out(suffix, names[0], head)))
+    if rest := [name for _, names in by_size[KINDS_SHOWN:] for name in names]:
+        kinds = f"{len(by_size) - KINDS_SHOWN} other suffixes"
+        skipped.left_out.append(_left_out(kinds, rest, sizes, "their suffixes are no text files'"))
+    skipped.hints += _split_hints(root, kept, data)
+    return kept
 
 
-def _kinds(suffixes: Counter[str]) -> str:
-    return ", ".join(f"{suffix} ({count})" for suffix, count in suffixes.most_common(8))
+def _asked(name: str, data: DataConfig) -> bool:
+    """Whether data.include and data.exclude leave a file in; `*` stands for any characters, `/` too."""
+    wanted = not data.include or any(fnmatch.fnmatchcase(name, glob) for glob in data.include)
+    return wanted and not any(fnmatch.fnmatchcase(name, glob) for glob in data.exclude)
 
 
-def _no_texts(root: str, others: Counter[str]) -> ValueError:
+def _named_by(include: Iterable[str], path: PurePath) -> bool:
+    """Whether a glob names the suffix of a file, which is then read as text whatever the suffix is."""
+    named = (glob for glob in include if glob != "*" and PurePath(glob).suffix == path.suffix)
+    return any(fnmatch.fnmatchcase(str(path), glob) for glob in named)
+
+
+def _is_archive(name: str) -> bool:
+    return bool({_suffixes(Path(name))[0], PurePath(name).suffix.lower()} & ARCHIVES)
+
+
+def _left_out(kind: str, names: list[str], sizes: dict[str, int], why: str) -> LeftOut:
+    num_bytes = sum(sizes[name] for name in names)
+    refused = any(map(_is_archive, names))
+    return LeftOut(kind=kind, files=len(names), num_bytes=num_bytes, example=names[0], why=why, refused=refused)
+
+
+def _why_left_out(suffix: str, example: str, head: Callable[[str], bytes]) -> str:
+    if _is_archive(example):
+        return f"{UNPACK}, or name it in data.exclude"
+    problem = ""
+    try:
+        problem = problem_of_bytes(head(example))
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error})"
+    if problem:
+        return f"it {problem}"
+    glob = f"*{suffix}" if suffix else "*/" + PurePath(example).name if "/" in example else PurePath(example).name
+    return f'its suffix is no text file\'s; \'data.include=["*","{glob}"]\' reads it as text'
+
+
+def _head(file: BinaryIO) -> bytes:
+    with file:
+        return file.read(HEAD_BYTES)
+
+
+def _split_hints(root: str, kept: Collection[str], data: DataConfig) -> list[str]:
+    """Say which files seem to be a ready-made validation or test part, and would be trained on."""
+    if data.validation_path or data.split == "all":
+        return []
+    words = {name: set(re.split(r"[^a-z]+", name.lower())) for name in kept}
+    held_out = sorted(name for name, own in words.items() if own & HELD_OUT_NAMES and not own & TRAIN_NAMES)
+    if not held_out or not any(own & TRAIN_NAMES for own in words.values()):
+        return []
+    top = held_out[0].partition("/")[0]
+    return [
+        f"{root} seems to be split already: {len(held_out)} of its {len(kept)} files, such as {held_out[0]}, are not "
+        f"named as training text, and are trained on; data.validation_path={os.path.join(root, top)} holds them out, "
+        "data.exclude leaves them out"
+    ]
+
+
+def _no_texts(root: str, others: dict[str, list[str]], head: Callable[[str], bytes]) -> ValueError:
+    kinds = sorted(others.items(), key=lambda each: -len(each[1]))
+    only = ", ".join(f"{suffix or 'no suffix'} ({len(names)})" for suffix, names in kinds[:8])
+    reasons = "".join(f"; {names[0]}: {_why_left_out(suffix, names[0], head)}" for suffix, names in kinds[:3])
     return ValueError(
-        f"{root} holds no text, JSON lines, CSV or parquet files{f', only {_kinds(others)}' if others else ''}: "
-        "set data.path to another folder, or to one file, which is read as text whatever its suffix"
+        f"{root} holds no text, JSON lines, CSV or parquet files{f', only {only}' if only else ''}{reasons}: "
+        "set data.path to another folder"
     )
 
 
-def _walk(root: Path, skipped: SkippedDocuments, *, leave_out: Collection[str] = ()) -> list[tuple[str, Path]]:
-    """Return (relative name, path) of all files below, without hidden ones, sorted by name."""
+def printable(name: str) -> str:
+    """Return a file's name as text that every record can hold: bytes that are not UTF-8 are written as \\xe9."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
+def _walk(
+    root: Path, skipped: SkippedDocuments, *, leave_out: Collection[str] = (), follow_links: bool = True
+) -> list[tuple[str, Path]]:
+    """Return (relative name, path) of all files below, without hidden ones, sorted by name.
+
+    Links to folders are followed after all other folders, so that text that lies in the corpus already is not read
+    again; a link back to a folder that contains the corpus is not followed.
+    """
+    seen: set[str] = set()
+    links: list[Path] = []
 
     def unreadable(error: OSError) -> None:
-        skipped.skip_or_raise(Path(error.filename).relative_to(root).as_posix(), f"cannot be read ({error.strerror})")
+        name = printable(Path(error.filename).relative_to(root).as_posix())
+        skipped.skip_or_raise(name, f"cannot be read ({error.strerror})")
 
-    def files() -> Iterator[tuple[str, Path]]:
-        for parent, folders, names in os.walk(root, onerror=unreadable):
+    def files(start: Path) -> Iterator[tuple[str, Path]]:
+        for parent, folders, names in os.walk(start, onerror=unreadable):
             folders[:] = [folder for folder in folders if not folder.startswith(".") and folder not in leave_out]
+            links.extend(Path(parent, folder) for folder in folders if Path(parent, folder).is_symlink())
+            folders[:] = [folder for folder in folders if os.path.realpath(Path(parent, folder)) not in seen]
+            seen.add(os.path.realpath(parent))
             for path in (Path(parent, name) for name in names if not name.startswith(".")):
-                yield path.relative_to(root).as_posix(), path
+                name = printable(path.relative_to(root).as_posix())
+                if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+                    skipped.skip_or_raise(name, "neither a file nor a folder")
+                else:
+                    yield name, path
 
-    return sorted(files())
+    found = list(files(root))
+    while follow_links and links:
+        links.sort(reverse=True)
+        link = links.pop()
+        target = os.path.realpath(link)
+        if target not in seen and not Path(os.path.realpath(root)).is_relative_to(target):
+            found += files(link)
+    return sorted(found)
 
 
 def _hub_source(data: DataConfig) -> Source:

@@ -16,11 +16,12 @@ ENOUGH_DOCUMENTS = 20
 
 @dataclass(frozen=True)
 class SplitRule:
-    """The rule by which a corpus is split, as its manifest records it. `border`: for tail, how many characters of the
-    corpus are train. `why`: the reason for the rule.
+    """The rule by which a corpus is split, as its manifest records it. `why`: the reason for the rule.
+
+    `border`: for tail, how many characters of the corpus are train; for given, how many of its sources are.
     """
 
-    kind: Literal["documents", "tail"]
+    kind: Literal["documents", "tail", "given"]
     validation_fraction: float
     border: int
     why: str
@@ -110,6 +111,11 @@ def split_pieces(pieces: Iterable[Piece], rule: SplitRule, *, train_characters: 
     if rule.kind == "documents":
         for piece in pieces:
             split = split_of(piece.name, rule.validation_fraction)
+            yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source)
+        return
+    if rule.kind == "given":
+        for piece in pieces:
+            split = "train" if piece.source < rule.border else "validation"
             yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source)
         return
     left = rule.border if train_characters is None else train_characters  # characters that still belong to train

@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,7 +104,7 @@ def save_tokenizer(
 ) -> SavedTokenizer:
     """Make FOLDER/tokenizer/, which `tokenizers` and `transformers` can load, unless it exists.
 
-    `train_texts`, by corpus, are read for kind=bpe only, `all_texts` for kind=characters only: a character that
+    `train_texts`, samples by corpus, are read for kind=bpe only, `all_texts` for kind=characters only: a character that
     validation alone has would otherwise be unknown.
     """
     target = folder / "tokenizer"
@@ -143,22 +143,13 @@ def _trained(config: TokenizerConfig, specials: Specials, texts: Sequence[Iterab
         initial_alphabet=_byte_alphabet(),
         show_progress=False,
     )
-    num_bytes = config.sample_mib * 2**20 // len(texts)
-    tokenizer.train_from_iterator(itertools.chain.from_iterable(_sample(each, num_bytes) for each in texts), trainer)
+    tokenizer.train_from_iterator(itertools.chain.from_iterable(texts), trainer)
     size = tokenizer.get_vocab_size() + num_specials
     if size < config.bpe_size:
         log.warning(
             "the corpus yields a vocabulary of %d, not %d: every word is already one token", size, config.bpe_size
         )
     return tokenizer
-
-
-def _sample(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
-    for text in texts:
-        yield text
-        num_bytes -= len(text.encode())
-        if num_bytes <= 0:
-            return
 
 
 def _byte_alphabet() -> list[str]:

@@ -67,7 +67,8 @@ def plan_run(
         steps_in_time=steps_in_time,
     )
     price, why = price_per_hour(config.prices, inventory, plan.ranks_per_host)
-    priced = {"price_per_hour": price, "reasons": (*plan.reasons, *([why] if why else []))}
+    lost = shards.ledger_lines() if shards else []
+    priced = {"price_per_hour": price, "reasons": (*plan.reasons, *lost, *([why] if why else []))}
     return plan.model_copy(update={"local_copies": local_copies(config)} | priced)
 
 
@@ -113,7 +114,11 @@ def write_plan(
     if changes:
         remember(run.folder, tuple(changes))
     plan.write(run.folder / "plan.json")
-    warnings = [*warn_of_repeats(plan.sources), *warn_of_warmup(plan.config.train, steps=plan.steps)]
+    warnings = [
+        *warn_of_repeats(plan.sources),
+        *warn_of_warmup(plan.config.train, steps=plan.steps),
+        *shards.ledger_warnings(),
+    ]
     for reason in plan.reasons:
         logger.log(logging.WARNING if reason in warnings else logging.INFO, "plan: %s", reason)
     return plan

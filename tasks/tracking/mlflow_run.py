@@ -31,7 +31,7 @@ from training.config.run import RunConfig
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.record import Record, sha256_config
-from training.records.token_shards import TokenShards
+from training.records.token_shards import Ledger, TokenShards
 from training.tracking.redaction import without_credentials
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ ROOT_FLOW_RUN = "prefect.root_flow_run_id"  # the outermost flow run, which peop
 DESCRIPTION = "mlflow.note.content"
 OURS = "\n\nreport.html, among the artifacts, has more."  # the end of a description that Shardline wrote
 PARAMS_PER_REQUEST = 100
+LONGEST_TAG = 8000  # characters, MLflow's limit
 TRAINING_PAGES = {"mlflow.experimentKind": "custom_model_development"}  # or MLflow opens its GenAI pages
 
 
@@ -223,7 +224,7 @@ def _log_config(client: MlflowClient, run: TrackedRun) -> None:
 
 def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
     """Log the plan and its reasons, the machines, and the data set as the run's input."""
-    from mlflow.entities import Dataset, DatasetInput
+    from mlflow.entities import Dataset, DatasetInput, Metric
 
     client = connect()
     client.log_text(plan.mlflow_run_id, plan.model_dump_json(indent=2), "plan.json")
@@ -237,12 +238,16 @@ def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
         profile=f'{{"train_tokens": {shards.tokens("train")}, "validation_tokens": {shards.tokens("validation")}}}',
     )
     client.log_inputs(plan.mlflow_run_id, datasets=[DatasetInput(dataset)])
+    now, counts = int(time.time() * 1000), Ledger.total([shards])
+    metrics = [Metric(f"data/{name}", number, now, 0) for name, number in counts.items()]
+    client.log_batch(plan.mlflow_run_id, metrics=metrics)
     tags = {
         "shardline.dataset_fingerprint": shards.fingerprint,
         "shardline.tokenizer_sha256": shards.tokenizer_sha256,
         "shardline.precision": plan.describe_precision,
         "shardline.ranks": str(plan.world_size),
-        "shardline.reasons": "; ".join(plan.reasons),
+        "shardline.reasons": "; ".join(plan.reasons)[:LONGEST_TAG],
+        "shardline.ledger": "; ".join(shards.ledger_lines() or ["all of the text was read"])[:LONGEST_TAG],
         "shardline.parameters": str(plan.shape.parameters),
     }
     for key, value in tags.items():

@@ -56,6 +56,33 @@ class TokenizerConfig(Section):
         return self
 
 
+class TableConfig(Section):
+    """How .csv and .tsv files are written."""
+
+    delimiter: str = Field(
+        "",
+        max_length=1,
+        description="Character between two fields. Empty means a comma in .csv files, a tab in .tsv files.",
+    )
+    quoting: Literal["auto", "csv", "none"] = Field(
+        "auto",
+        description="Meaning of double quotes. csv: a field that begins with one ends at the next one, and may hold "
+        "delimiters and line ends. none: quotes are part of the text. auto: csv in .csv files, none in .tsv files.",
+    )
+    escape: str = Field(
+        "",
+        max_length=1,
+        description="Character that takes the meaning from the one after it, for example a backslash. Empty means "
+        "none: inside quotes, a quote is written twice.",
+    )
+
+    @field_validator("delimiter", "escape", mode="before")
+    @classmethod
+    def read_tab(cls, character: Any) -> Any:
+        r"""Take `\t`, which is how a tab is written in a command."""
+        return "\t" if character == r"\t" else character
+
+
 SHARDS = "shards:"
 
 
@@ -85,6 +112,11 @@ class SourceConfig(Section):
         "neither this nor `weight` is given.",
     )
     column: str | None = Field(None, description="This source's own data.column.")
+    json_field: str | None = Field(None, description="This source's own data.json_field.")
+    table: TableConfig | None = Field(None, description="This source's own data.table.")
+    include: tuple[str, ...] | None = Field(None, description="This source's own data.include.")
+    exclude: tuple[str, ...] | None = Field(None, description="This source's own data.exclude.")
+    validation_path: str | None = Field(None, description="This source's own data.validation_path.")
     where: str | None = Field(None, description="This source's own data.where.")
     text_unit: Literal["file", "line", "paragraph"] | None = Field(
         None, description="This source's own data.text_unit."
@@ -204,7 +236,31 @@ class DataConfig(Section):
         description="Changes of the sources' weights during training. Until the first phase begins, each "
         "source has its own weight.",
     )
-    column: str = Field("text", description="Name of the column or JSON key that holds the text.")
+    include: tuple[str, ...] = Field(
+        (),
+        description="Read only the files whose path below the folder one of these patterns matches, such as `*.jsonl` "
+        "or `en/*`. `*` stands for any characters, `/` too. A pattern that names a suffix (`*.dat`) also "
+        "has such files read as text. Empty reads all files of a known suffix.",
+    )
+    exclude: tuple[str, ...] = Field(
+        (), description="Leave out the files whose path below the folder one of these patterns matches."
+    )
+    validation_path: str = Field(
+        "",
+        description="File, folder or URL of a ready-made validation part. All of it is held out, and everything else "
+        "is trained on; `split` and `validation_fraction` do not apply.",
+    )
+    column: str = Field(
+        "text",
+        description="Name of the column or JSON key that holds the text. Text inside an object or a struct is named by "
+        "its path: `content.text`.",
+    )
+    json_field: str = Field(
+        "",
+        description="Name of the list that holds the rows, where a .json file is one object: `data` for "
+        '{"data": [{"text": …}]}.',
+    )
+    table: TableConfig = Field(TableConfig(), description="How .csv and .tsv files are written.")
     where: str = Field(
         "",
         description="Keep only the rows of JSON, CSV or parquet files for which this expression over their "
@@ -266,12 +322,22 @@ class DataConfig(Section):
     def check_encoding(cls, name: str) -> str:
         return known_encoding(name)
 
+    @field_validator("include", "exclude", mode="before")
+    @classmethod
+    def one_pattern(cls, patterns: Any) -> Any:
+        return (patterns,) if isinstance(patterns, str) else patterns
+
     @model_validator(mode="after")
     def check_mixture(self) -> DataConfig:
         if self.path and self.sources:
             raise ValueError(
                 f"data.path = {self.path} and data.sources ({len(self.sources)} of them) both name the corpus: "
                 "give data.path= (empty), or make it one of data.sources"
+            )
+        if self.sources and self.validation_path:
+            raise ValueError(
+                f"data.validation_path = {self.validation_path} is one part for several sources: give it to the source "
+                "that it belongs to, as data.sources[…].validation_path"
             )
         if self.sources and not any(source.seen for source in self.sources):
             raise ValueError("data.sources: all have weight or epochs 0, which leaves nothing to train on: raise one")
@@ -317,6 +383,6 @@ class DataConfig(Section):
 
     def of_source(self, source: SourceConfig) -> DataConfig:
         """The same settings for one source alone, with those of its own."""
-        own = source.model_dump(exclude={"name", "weight", "epochs"}, exclude_none=True)
+        own = {name: value for name, value in source if name not in {"name", "weight", "epochs"} and value is not None}
         changes: dict[str, Any] = own | {"sources": (), "phases": ()}
         return self.model_copy(update=changes)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from training.records.record import Record
+
+LOST_SHARE = 0.001  # of the characters; more is a warning
 
 
 class SourceFile(Record):
@@ -52,20 +55,58 @@ class SkippedDocument(Record):
     problem: str
 
 
-class FinishedChunk(Record):
-    """The result of one chunk of a corpus: its shards, and the documents that were left out of them."""
+class LeftOut(Record):
+    """The files of one kind, most often of one suffix, that a corpus has and that are not read.
 
-    shards: tuple[Shard, ...]
+    `why`: what they are, or how they can be read. `refused`: with data.on_error=stop they end the run. `asked`: by
+    data.include or data.exclude.
+    """
+
+    kind: str
+    files: int
+    num_bytes: int
+    example: str
+    why: str
+    refused: bool = False
+    asked: bool = False
+
+
+class Ledger(Record):
+    """What was counted while text was read and encoded. Older records lack some of it, which is 0 then.
+
+    `repeated`: documents left out because an earlier one has the same text. `filtered`: rows left out by data.where.
+    `skipped`: documents that could not be read, with all that was lost to the same fault. `characters`: of the text
+    that was encoded, `nul_characters` and `lost_characters` among them: for a lost one the tokenizer has nothing, or
+    only its unknown token (white space between words does not count). `unknown_tokens`: how often it gave that token.
+    """
+
     repeated: int = 0
     filtered: int = 0
     skipped: int = 0
+    characters: int = 0
+    nul_characters: int = 0
+    lost_characters: int = 0
+    unknown_tokens: int = 0
+
+    @staticmethod
+    def total(ledgers: Iterable[Ledger]) -> dict[str, int]:
+        """Return the sums of all counts, by name."""
+        every = list(ledgers)
+        return {name: sum(getattr(ledger, name) for ledger in every) for name in Ledger.model_fields}
+
+
+class FinishedChunk(Ledger):
+    """The result of one chunk of a corpus: its shards, and the documents that were left out of them."""
+
+    shards: tuple[Shard, ...]
     skipped_examples: tuple[SkippedDocument, ...] = ()
 
 
-class TokenShards(Record):
+class TokenShards(Ledger):
     """The manifest of a shard folder. No paths, times or hosts: equal inputs give equal bytes.
 
     `parts`: the names of a mixture's sources, in order; its shards lie in the folders of the sources, beside this one.
+    `left_out`: the files that were not read. `hints`: sentences about files that may be meant otherwise.
     """
 
     fingerprint: str
@@ -79,10 +120,9 @@ class TokenShards(Record):
     dtype: Literal["uint16", "uint32"]
     split_rule: str
     shards: tuple[Shard, ...]
-    repeated: int = 0  # documents left out since an earlier one has the same text
-    filtered: int = 0  # rows left out by data.where
-    skipped: int
     skipped_examples: tuple[str, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    hints: tuple[str, ...] = ()
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.shards if shard.split == split)
@@ -92,3 +132,45 @@ class TokenShards(Record):
 
     def text_bytes(self, split: str) -> int:
         return sum(shard.text_bytes for shard in self.shards if shard.split == split)
+
+    def ledger_lines(self) -> list[str]:
+        """Return what of the corpus was left out, skipped or lost, a sentence each; warnings are `ledger_warnings`."""
+        counts = [
+            (self.repeated, "documents repeat the text of an earlier one, and are left out"),
+            (self.filtered, "rows are left out by data.where"),
+        ]
+        lines = [f"text: {number:,} {what}" for number, what in counts if number]
+        lines += [
+            f"text: left out {each.files:,} files ({each.kind}, {each.num_bytes / 1e6:,.1f} MB, such as "
+            f"{each.example}): {each.why}"
+            for each in self.left_out
+            if not self._is_grave(each)
+        ]
+        return lines + self.ledger_warnings()
+
+    def ledger_warnings(self) -> list[str]:
+        """Return what was lost and should not have been."""
+        read = max(1, sum(source.num_bytes for source in self.sources))
+        lines = [
+            f"text: left out {each.files:,} files ({each.kind}, {each.num_bytes / 1e6:,.1f} MB, while "
+            f"{read / 1e6:,.1f} MB are read), such as {each.example}: {each.why}"
+            for each in self.left_out
+            if self._is_grave(each)
+        ]
+        if self.skipped:
+            places = "; ".join(self.skipped_examples[:3])
+            lines.append(f"text: {self.skipped:,} documents skipped (data.on_error=skip), the first: {places}")
+        if self.nul_characters:
+            lines.append(f"text: {self.nul_characters:,} NUL characters are part of the documents, and of the tokens")
+        share = self.lost_characters / max(1, self.characters)
+        if share > LOST_SHARE:
+            lines.append(
+                f"text: {share:.2%} of the characters ({self.lost_characters:,} of {self.characters:,}) are lost: the "
+                f"tokenizer does not know them ({self.unknown_tokens:,} unknown tokens); take one that is byte-level "
+                "or has a byte fallback, or train one on this text with data.tokenizer.kind=bpe"
+            )
+        return [*lines, *(f"text: {hint}" for hint in self.hints)]
+
+    def _is_grave(self, each: LeftOut) -> bool:
+        """Whether files that are left out are archives, or more than all that are read."""
+        return each.refused or (not each.asked and each.num_bytes > sum(source.num_bytes for source in self.sources))

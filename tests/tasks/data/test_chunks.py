@@ -153,7 +153,7 @@ def big_text(path: Path) -> Path:
 @pytest.mark.parametrize("name", ["a.txt", "crlf.txt"])
 def test_a_document_that_is_cut_between_chunks_has_the_same_tokens(tmp_path: Path, name: str) -> None:
     source = big_text(tmp_path / name)
-    options: dict[str, Any] = {"kind": "bpe", "tokenizer": {"vocab_size": 400, "sample_mib": 1}, "processes": 1}
+    options: dict[str, Any] = {"kind": "bpe", "tokenizer": {"vocab_size": 400}, "processes": 1}
     folder, shards = prepare(tmp_path, source, shard_mib=1, **options)
     assert len(shards.shards) >= 4
     whole, expected = prepare(tmp_path, source, shard_mib=64, **options)

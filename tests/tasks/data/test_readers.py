@@ -192,7 +192,7 @@ def test_documents_that_are_there_already_are_left_out_and_counted(tmp_path: Pat
         ("a.json", b'[{"text": "ok"} {"text": "ok"}]', r"a\.json: cannot be read \(not valid JSON: '\{' after an item"),
         ("a.json", b'[{"text": "ok"}]\n[]', r"stopped after 1 documents, .* \(not valid JSON: '\[\]' after the array"),
         ("a.json", b"[]", r"holds no text"),
-        ("a.jsonl", b'{"text": "ok"}\n[1]\n', r"a\.jsonl:2: holds a list, not an object with the key 'text'"),
+        ("a.jsonl", b'{"text": "ok"}\n[1]\n', r"a\.jsonl:2: holds a list of integers \(it is tokenized already"),
         ("a.jsonl", b'{"body": "x", "id": 1}\n', r"a\.jsonl:1: has no key 'text' but 'body', 'id'; set data\.column"),
         ("a.jsonl", b'{"text": 7}\n', r"a\.jsonl:1: the document is a number \(7\), not text"),
         ("a.jsonl", b'{"text": null}\n', r"a\.jsonl:1: the document is null, not text"),

@@ -14,7 +14,7 @@ from training.config.train import learning_rate
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
-from training.records.token_shards import TokenShards
+from training.records.token_shards import LeftOut, TokenShards
 from training.shards.packing import one_epoch
 
 
@@ -70,6 +70,27 @@ def test_a_warm_up_that_outlasts_the_run_is_warned_of(
         )
         assert sentence in plan.reasons
         assert f"plan: {sentence}" in warnings
+
+
+def test_what_of_the_corpus_is_not_in_the_tokens_is_said(
+    tiny_shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
+    lost = LeftOut(kind=".docx", files=3, num_bytes=5, example="a.docx", why="it is a zip archive")
+    shards = TokenShards.read(tiny_shards / "manifest.json").model_copy(
+        update={"characters": 1000, "lost_characters": 2, "filtered": 7, "left_out": (lost,)}
+    )
+    run = TrackedRun(run_id="lossy", mlflow_run_id="1", experiment_id="1", begun_with=tiny_config())
+    caplog.set_level("INFO")
+    plan = write_plan(tiny_config(), run=run, inventory=inventory(1), shards=shards, shards_dir=tiny_shards)
+    levels = {record.getMessage().removeprefix("plan: "): record.levelname for record in caplog.records}
+    for words, level in (
+        ("7 rows are left out by data.where", "INFO"),
+        ("left out 3 files (.docx, 0.0 MB, while ", "WARNING"),  # more than is read, since nothing is listed as read
+        ("0.20% of the characters (2 of 1,000) are lost", "WARNING"),
+    ):
+        (line,) = (reason for reason in plan.reasons if words in reason)
+        assert levels[line] == level
 
 
 def first_host() -> Inventory:

@@ -1,0 +1,368 @@
+"""Files whose first bytes say what they are, links, names, compression: all is read, or refused as what it is."""
+
+import gzip
+import json
+import lzma
+import os
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pytest
+
+from tasks.data.contents import CONTENTS
+from tests.support.text_cases import (
+    STORIES,
+    json_lines,
+    write_mixed,
+    write_odd_name,
+    write_tar,
+    write_texts,
+    write_zip,
+)
+from tests.support.tiny_corpus import all_documents, prepare
+from training.records.token_shards import TokenShards
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def numbers(kind: str, highest: int) -> bytes:
+    return np.random.default_rng(0).integers(0, highest, 5000).astype(kind).tobytes()
+
+
+def numpy_file(path: Path) -> bytes:
+    np.save(path, np.arange(100))
+    return path.read_bytes()
+
+
+# Archives
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("a.tar", "w"), ("a.tar.gz", "w:gz"), ("a.tar.xz", "w:xz"), ("a.txt.gz", "w:gz")]
+)
+@pytest.mark.parametrize("layout", [tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])
+def test_a_tar_archive_is_refused_whatever_its_name(tmp_path: Path, name: str, mode: str, layout: int) -> None:
+    archive = write_tar(tmp_path / name, mode, format=layout)
+    with pytest.raises(ValueError, match=rf"^{name} is a tar archive: unpack it into a folder"):
+        prepare(tmp_path, archive)
+
+
+def test_an_archive_in_a_folder_is_refused_or_left_out_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = write_texts(tmp_path / "corpus")
+    write_zip(root / "more.zip")
+    with pytest.raises(ValueError, match=r"^more\.zip is an archive: unpack it .* or name it in data\.exclude"):
+        prepare(tmp_path, root)
+    folder, shards = prepare(tmp_path, root, on_error="skip")
+    assert sorted(all_documents(folder)) == sorted(STORIES)
+    assert any("more.zip" in line for line in shards.ledger_warnings())
+    assert "more.zip" in caplog.text
+    _, excluded = prepare(tmp_path, root, exclude=["*.zip"])  # the cure
+    assert excluded.documents("train") + excluded.documents("validation") == 40
+    assert not excluded.ledger_warnings()
+
+
+def test_an_archive_that_is_named_is_refused_without_a_cure_that_cannot_help(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a zip archive .*unpack it into a folder, and give that$"):
+        prepare(tmp_path, write_zip(tmp_path / "stories.zip"))
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    write_tar(alone / "a.tar", "w")
+    with pytest.raises(ValueError, match=r"holds no text.*only \.tar \(1\); a\.tar: unpack it into a folder"):
+        prepare(tmp_path, alone)
+
+
+# What is not text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", LFS.encode(), "is a git-lfs pointer.*git lfs pull"),
+        ("a.parquet", LFS.encode(), "is a git-lfs pointer.*git lfs pull"),
+        ("a.jsonl", LFS.encode(), "is a git-lfs pointer.*git lfs pull"),
+        ("a.txt", b"/annex/objects/MD5E-s5--d41d8", "is a git-annex pointer.*git annex get"),
+        ("a.jsonl", gzip.compress(json_lines(STORIES).encode()), r"is gzip: give its name the suffix \.gz"),
+        ("a.txt", b"PAR1" + b"\0" * 20, r"is parquet: give its name the suffix \.parquet"),
+        ("a.txt", b"%PDF-1.4\n%\xe2\xe3", "is a PDF: extract its text"),
+        ("a.warc", b"WARC/1.0\r\n", "is a web archive"),
+        ("train.bin", numbers("<u2", 300), "is an array of integers: it is tokenized already"),
+        ("train.bin", numbers("<u2", 50_000), "is an array of integers: it is tokenized already"),
+        ("train.bin", numbers("<u4", 50_000), "is an array of integers: it is tokenized already"),
+        ("train.txt", numbers("<i8", 128_000), "is an array of integers: it is tokenized already"),
+        ("a.txt", b"MMIDIDX\0\0\1\0\0", "is an index of Megatron's tokens: it is tokenized already"),
+        ("a.txt", b"\0" * 5000, "holds NUL bytes, so it is not text"),
+        ("a.txt", "".join(STORIES).encode("utf-16-le"), "is utf-16-le: set data.encoding=utf-16-le"),
+        ("a.txt", ("山中相送罷，日暮掩柴扉。\n" * 40).encode("utf-16-be"), "is utf-16-be: set data.encoding=utf-16-be"),
+        ("a.txt", ("Привет, мир.\n" * 40).encode("utf-16-le"), "is utf-16-le: set data.encoding=utf-16-le"),
+        ("a.csv", "id,text\n1,Zoë\n".encode("utf-16"), "is utf-16: set data.encoding=utf-16"),
+        ("a.jsonl", '{"text": "x"}\n'.encode("utf-32"), "is utf-32: set data.encoding=utf-32"),
+    ],
+)
+def test_what_is_not_text_is_refused_as_what_it_is(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{name} {message}"):
+        prepare(tmp_path, tmp_path / name)
+
+
+def test_a_numpy_array_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(numpy_file(tmp_path / "a.npy"))
+    with pytest.raises(ValueError, match="is a numpy array: it is tokenized already"):
+        prepare(tmp_path, tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32"])
+def test_the_encoding_that_is_offered_reads_the_file(tmp_path: Path, encoding: str) -> None:
+    source = tmp_path / "a.txt"
+    source.write_bytes("".join(STORIES).encode(encoding))
+    with pytest.raises(ValueError, match=r"data\.encoding=") as refused:
+        prepare(tmp_path, source)
+    offered = str(refused.value).rpartition("data.encoding=")[2]
+    folder, _ = prepare(tmp_path, source, encoding=offered, text_unit="line")
+    assert sorted(all_documents(folder)) == sorted(text.strip() for text in STORIES)
+
+
+def test_what_is_not_text_is_left_out_and_counted_if_asked(tmp_path: Path) -> None:
+    root = write_texts(tmp_path / "corpus")
+    (root / "pointer.txt").write_text(LFS)
+    with pytest.raises(ValueError, match=r"^pointer\.txt is a git-lfs pointer.*; or set data\.on_error=skip"):
+        prepare(tmp_path, root)
+    folder, shards = prepare(tmp_path, root, on_error="skip")
+    assert sorted(all_documents(folder)) == sorted(STORIES)
+    assert shards.skipped == 1
+    assert shards.skipped_examples[0].startswith("pointer.txt: is a git-lfs pointer")
+
+
+@pytest.mark.parametrize("unit", ["file", "line", "paragraph"])
+def test_nul_bytes_are_never_taken_in_silence(tmp_path: Path, unit: str) -> None:
+    source = tmp_path / "a.txt"
+    source.write_bytes(b"line\n\n" * 2000 + b"a\0b\n")
+    with pytest.raises(ValueError, match=r"a\.txt:4001: holds NUL bytes, so it is not text"):
+        prepare(tmp_path, source, text_unit=unit)
+    table = tmp_path / "a.csv"
+    table.write_bytes(b"text\n" + b"row\n" * 3000 + b"a\0b\n")
+    with pytest.raises(ValueError, match=r"a\.csv:3002: holds NUL bytes"):
+        prepare(tmp_path, table)
+
+
+def test_nul_characters_that_json_writes_are_kept_and_said(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text(json_lines([*STORIES, "a\0b"]))
+    folder, shards = prepare(tmp_path, source)
+    assert "a\0b" in all_documents(folder)
+    assert shards.nul_characters == 1
+    assert any("1 NUL characters" in line for line in shards.ledger_warnings())
+
+
+def test_text_that_only_looks_odd_is_read(tmp_path: Path) -> None:
+    texts = {
+        "a.txt": "BZh is how a bzip2 file begins",
+        "b.txt": "PK is no archive by itself",
+        "c.txt": "version https://example.org/spec",
+        "d.txt": "%",
+        "e.txt": "ustar" * 60,
+        "f.md": "\x1b[31mred\x1b[0m\x7f",
+    }
+    root = tmp_path / "corpus"
+    root.mkdir()
+    for name, text in texts.items():
+        (root / name).write_text(text)
+    folder, _ = prepare(tmp_path, root, split="documents", validation_fraction=0.5)
+    assert sorted(all_documents(folder)) == sorted(texts.values())
+
+
+def test_the_page_lists_what_is_refused() -> None:
+    page = Path("docs/data.md").read_text()
+    missing = [content.what for content in CONTENTS if f"| {content.what} | {content.cure} |" not in page]
+    assert not missing
+
+
+# Compression
+
+
+def test_xz_is_read_as_gz_is(tmp_path: Path) -> None:
+    folder, shards = prepare(tmp_path, write_mixed(tmp_path / "mixed"))
+    assert len(all_documents(folder)) == 41
+    assert [source.name for source in shards.sources] == ["README.md", "part-0.jsonl.xz"]
+
+
+def long_window(content: bytes) -> bytes:
+    """As `zstd --long=30` compresses what it reads from a pipe."""
+    compressor = zstd.ZstdCompressor(options={int(zstd.CompressionParameter.window_log): 30})
+    return compressor.compress(content) + compressor.flush()
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        ("a.jsonl.gz", lambda raw: gzip.compress(raw) + b"\0" * 512),
+        ("a.jsonl.gz", lambda raw: gzip.compress(raw[:99]) + gzip.compress(raw[99:])),
+        ("a.jsonl.zst", long_window),
+        ("a.jsonl.zst", lambda raw: zstd.compress(raw[:99]) + zstd.compress(raw[99:])),
+        ("a.jsonl.xz", lambda raw: lzma.compress(raw[:99]) + lzma.compress(raw[99:])),
+    ],
+    ids=["padded gzip", "two gzip members", "long zstd window", "two zstd frames", "two xz streams"],
+)
+def test_compressed_text_is_read_to_its_end(tmp_path: Path, name: str, packed: Any) -> None:
+    (tmp_path / name).write_bytes(packed(json_lines(STORIES).encode()))
+    folder, _ = prepare(tmp_path, tmp_path / name)
+    assert sorted(all_documents(folder)) == sorted(STORIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        ("a.txt.xz", lzma.compress),
+        ("a.txt.zst", long_window),
+        ("a.txt.gz", lambda raw: gzip.compress(raw)[:-12] + b"\0" * 32),
+    ],
+)
+def test_a_broken_compressed_file_is_named(tmp_path: Path, name: str, packed: Any) -> None:
+    content = packed("".join(STORIES).encode())
+    (tmp_path / name).write_bytes(content if name.endswith("gz") else content[: len(content) // 2])
+    with pytest.raises(ValueError, match=rf"{name}: cannot be read \("):
+        prepare(tmp_path, tmp_path / name)
+
+
+# Folders
+
+
+def test_links_to_folders_are_followed_once_and_loops_end(tmp_path: Path) -> None:
+    elsewhere = write_texts(tmp_path / "elsewhere" / "books", start=100)
+    root = write_texts(tmp_path / "linked")
+    (root / "books").symlink_to(elsewhere)
+    (elsewhere / "again").symlink_to(elsewhere)
+    (root / "up").symlink_to(root)
+    (root / "further up").symlink_to(tmp_path)
+    (root / "twice").symlink_to(elsewhere)
+    _, shards = prepare(tmp_path, root)
+    names = [source.name for source in shards.sources]
+    assert len(names) == len(set(names)) == 80
+    assert "books/100.txt" in names
+    (root / "books").unlink()
+    assert len(prepare(tmp_path, root)[1].sources) == 80  # by way of the other link
+
+
+def test_a_link_to_a_folder_inside_the_corpus_changes_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "corpus"
+    write_texts(root / "real")
+    before, shards = prepare(tmp_path, root)
+    (root / "alias").symlink_to(root / "real")
+    assert prepare(tmp_path, root) == (before, shards)
+
+
+def test_a_name_that_is_not_utf8_is_read_and_recorded(tmp_path: Path) -> None:
+    root = write_odd_name(tmp_path / "latin")
+    with open(os.fsencode(root) + b"/\xff.jsonl", "wb") as file:
+        file.write(b'{"text": "ok"}\nbroken\n')
+    with pytest.raises(ValueError, match=r"\\xff\.jsonl:2: not valid JSON"):
+        prepare(tmp_path, root)
+    folder, _ = prepare(tmp_path, root, on_error="skip", processes=2)
+    shards = TokenShards.read(folder / "manifest.json")
+    assert "caf\\xe9.txt" in [source.name for source in shards.sources]
+    assert "A name from an old archive.\n" in all_documents(folder)
+    assert shards.skipped_examples[0].startswith("\\xff.jsonl:2: not valid JSON")
+
+
+def test_a_pipe_does_not_wait_for_ever(tmp_path: Path) -> None:
+    root = write_texts(tmp_path / "corpus")
+    os.mkfifo(root / "pipe.txt")
+    with pytest.raises(ValueError, match=r"pipe\.txt: neither a file nor a folder"):
+        prepare(tmp_path, root)
+    assert prepare(tmp_path, root, on_error="skip")[1].skipped == 1
+
+
+def test_what_is_left_out_is_said_with_the_cure(tmp_path: Path) -> None:
+    root = write_texts(tmp_path / "corpus")
+    (root / "more.dat").write_text("more text " * 50)
+    (root / "part-0000").write_text("text without a suffix")
+    (root / "photo.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    _, shards = prepare(tmp_path, root)
+    assert {(each.kind, each.files, each.example) for each in shards.left_out} == {
+        (".dat", 1, "more.dat"),
+        ("no suffix", 1, "part-0000"),
+        (".png", 1, "photo.png"),
+    }
+    lines = "\n".join(shards.ledger_lines())
+    assert """'data.include=["*","*.dat"]' reads it as text""" in lines
+    assert "photo.png): it is a picture" in lines
+    folder, shards = prepare(tmp_path, root, include=["*", "*.dat", "part-0000"])  # the cures
+    assert {"more text " * 50, "text without a suffix"} <= set(all_documents(folder))
+    assert [each.kind for each in shards.left_out] == [".png"]
+
+
+def test_files_are_chosen_by_their_names(tmp_path: Path) -> None:
+    root = tmp_path / "corpus"
+    write_texts(root / "en")
+    write_texts(root / "de", start=100)
+    (root / "list.jsonl").write_text(json_lines(["a list"]))
+    names = [source.name for source in prepare(tmp_path, root, include=["en/*"], exclude=["*/1*.txt"])[1].sources]
+    assert len(names) == 29
+    assert all(name.startswith("en/") for name in names)
+    with pytest.raises(ValueError, match=r"data\.include=fr/\* and data\.exclude=\(none\) leave none of the 81 files"):
+        prepare(tmp_path, root, include=["fr/*"])
+
+
+def test_the_address_depends_on_the_files_not_on_how_they_were_chosen(tmp_path: Path) -> None:
+    root = write_texts(tmp_path / "corpus")
+    first, _ = prepare(tmp_path, root)
+    (root / "photo.png").write_bytes(b"\x89PNG\r\n")
+    second, shards = prepare(tmp_path, root)
+    third, _ = prepare(tmp_path, root, exclude=["*.png"])
+    assert first == second == third
+    assert [each.kind for each in shards.left_out] == [".png"]  # also where the tokens are there already
+
+
+# Ready-made splits
+
+
+def test_a_ready_made_split_is_found_and_said_and_the_cure_holds_it_out(tmp_path: Path) -> None:
+    root = tmp_path / "corpus"
+    root.mkdir()
+    for name, word in (("train", "fox"), ("validation", "cat")):
+        (root / f"{name}.jsonl").write_text(json_lines([text.replace("fox", word) for text in STORIES]))
+    _, mixed = prepare(tmp_path, root)
+    (hint,) = (line for line in mixed.ledger_warnings() if "split already" in line)
+    cure = hint.partition("data.validation_path=")[2].partition(" ")[0]
+    _, shards = prepare(tmp_path, root, validation_path=cure)
+    assert (shards.documents("train"), shards.documents("validation")) == (40, 40)
+    assert shards.split_rule.startswith("given: 1 files of data.validation_path")
+    assert not shards.ledger_warnings()
+    elsewhere = (root / "validation.jsonl").rename(tmp_path / "held_out.jsonl")
+    _, shards = prepare(tmp_path, root, validation_path=str(elsewhere), deduplicate="exact")
+    assert (shards.documents("train"), shards.documents("validation")) == (40, 40)
+    assert [source.name for source in shards.sources] == ["train.jsonl", "held_out.jsonl"]
+
+
+def test_folders_of_save_to_disk_are_read(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict, disable_progress_bars
+
+    disable_progress_bars()
+    parts = {"train": Dataset.from_dict({"text": STORIES}), "test": Dataset.from_dict({"text": STORIES[:5]})}
+    DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    folder, _ = prepare(tmp_path, tmp_path / "saved" / "train")
+    assert sorted(all_documents(folder)) == sorted(STORIES)
+    _, shards = prepare(tmp_path, tmp_path / "saved", validation_path=str(tmp_path / "saved" / "test"))
+    assert (shards.documents("train"), shards.documents("validation")) == (40, 5)
+    table = pa.table({"meta": [{"text": text} for text in STORIES]})
+    pyarrow.feather.write_feather(table, str(tmp_path / "a.arrow"))
+    folder, _ = prepare(tmp_path, tmp_path / "a.arrow", column="meta.text")
+    assert sorted(all_documents(folder)) == sorted(STORIES)
+
+
+def test_the_records_of_datasets_are_left_out_only_beside_its_files(tmp_path: Path) -> None:
+    root = write_texts(tmp_path / "corpus")
+    (root / "state.json").write_text(json.dumps({"text": "a state of the union"}))
+    folder, _ = prepare(tmp_path, root)
+    assert "a state of the union" in all_documents(folder)

@@ -1,0 +1,98 @@
+"""What a tokenizer cannot express is counted, and the sample that one is trained on comes from the whole corpus."""
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.support import text_cases
+from tests.support.text_cases import FOREIGN, HELLOS, json_lines, write_languages
+from tests.support.tiny_corpus import prepare
+from training.records.token_shards import TokenShards
+from training.shards.format import SPLITS
+
+
+def with_tokenizer(tmp_path: Path, texts: list[str], make: Callable[[Path], Path]) -> TokenShards:
+    source = tmp_path / "a.jsonl"
+    source.write_text(json_lines(texts))
+    tokenizer = make(tmp_path / "tokenizer")
+    return prepare(tmp_path, source, kind="pretrained", tokenizer={"path": str(tokenizer)})[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "lost_each", "unknown_each"),
+    [
+        # v and f of "naïve café", ï, é, six letters of Cyrillic, two of Chinese
+        (text_cases.characters_without_unknown, 12, 0),
+        (text_cases.unigram, 12, 4),
+        (text_cases.word_piece, len("naïvecaféПривет山中"), 4),
+        (text_cases.byte_fallback, 0, 0),
+    ],
+)
+def test_characters_that_a_tokenizer_cannot_express_are_counted(
+    tmp_path: Path, make: Callable[[Path], Path], lost_each: int, unknown_each: int
+) -> None:
+    shards = with_tokenizer(tmp_path, FOREIGN, make)
+    assert shards.characters == sum(map(len, FOREIGN))
+    assert shards.lost_characters == len(FOREIGN) * lost_each
+    assert shards.unknown_tokens == len(FOREIGN) * unknown_each
+    (warning, *_) = [*shards.ledger_warnings(), ""]
+    assert ("of the characters" in warning) == (lost_each > 0)
+
+
+def test_the_loss_per_byte_is_without_the_lost_bytes(tmp_path: Path) -> None:
+    shards = with_tokenizer(tmp_path, FOREIGN, text_cases.characters_without_unknown)
+    lost = len("vïféПривет山中".encode())
+    assert sum(map(shards.text_bytes, SPLITS)) == sum(len(text.encode()) - lost for text in FOREIGN)
+    stretches = [stretch for shard in shards.shards for stretch in shard.stretches or ()]
+    assert sum(stretch.text_bytes for stretch in stretches) == shards.text_bytes("validation")
+
+
+def test_nothing_is_said_where_nothing_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shards = with_tokenizer(tmp_path, HELLOS, text_cases.unigram)
+    assert (shards.lost_characters, shards.unknown_tokens, shards.ledger_lines()) == (0, 0, [])
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_text_that_a_tokenizer_refuses_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the tokenizer cannot encode text of a\.jsonl \(WordLevel error"):
+        with_tokenizer(tmp_path, FOREIGN, text_cases.words_without_unknown)
+
+
+def test_the_manifest_of_an_older_version_is_read(tmp_path: Path) -> None:
+    shards = with_tokenizer(tmp_path, HELLOS, text_cases.unigram)
+    older = shards.model_dump(
+        exclude={"characters", "nul_characters", "lost_characters", "unknown_tokens", "left_out", "hints"}
+    )
+    assert TokenShards.model_validate(older).ledger_lines() == []
+
+
+# The sample of a tokenizer
+
+
+@pytest.mark.parametrize(("packed", "shard_mib"), [(False, 1), (True, 8)])
+def test_a_tokenizer_learns_from_all_over_the_corpus(tmp_path: Path, packed: bool, shard_mib: int) -> None:
+    root = write_languages(tmp_path / "languages", words=6_000)
+    chinese = (root / "zh" / "00.txt").read_text()[:2000]
+    english = (root / "en" / "00.txt").read_text()[:2000]
+    if packed:
+        for path in root.rglob("*.txt"):
+            path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+            path.unlink()
+    options = {"vocab_size": 600, "sample_mib": 1}
+    folder, _ = prepare(tmp_path, root, kind="bpe", tokenizer=options, shard_mib=shard_mib)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    per_token = {text[:1]: len(text) / len(tokenizer.encode(text).ids) for text in (chinese, english)}
+    assert per_token[chinese[:1]] > 1.2  # it was 0.33 when the first MiB was taken
+    assert per_token[english[:1]] > 2
+    assert prepare(tmp_path, root, kind="bpe", tokenizer=options, shard_mib=shard_mib)[0] == folder
+
+
+def test_a_corpus_of_one_sample_keeps_its_address_and_its_tokenizer(tmp_path: Path) -> None:
+    """A corpus that fits into the sample gives the tokens that it gave before samples were drawn."""
+    source = tmp_path / "a.jsonl"
+    source.write_text(json_lines(HELLOS))
+    folder, _ = prepare(tmp_path, source, kind="bpe", tokenizer={"vocab_size": 300})
+    assert folder.name == "d582379a686cea69"
