@@ -141,7 +141,7 @@ def _generate_file(options: argparse.Namespace, opened: Any, model: Any, samplin
     """Complete a file of prompts. The exit code is 1 if a row has an error, which its row in the output gives."""
     from tasks.display.progress import row_progress
     from tasks.inference.prompts_file import generate_file
-    from training.tracking.words import counted, format_duration
+    from training.records.words import counted, format_duration
 
     if options.out is None:
         raise ValueError("--prompts needs --out FILE.jsonl, where the completions go")

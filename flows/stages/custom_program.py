@@ -16,7 +16,7 @@ from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
 from training.records.plan import CustomProgramPlan
-from training.tracking.words import counted, format_duration
+from training.records.words import counted, format_duration
 
 logger = logging.getLogger(__name__)
 

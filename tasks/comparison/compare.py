@@ -19,8 +19,8 @@ from training.config.run import RunConfig
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan, describe_stages
 from training.records.record import Record
+from training.records.words import counted
 from training.tracking.rows import read_rows
-from training.tracking.words import counted
 
 REQUEST = "compare.json"
 # In the detail of a failure this stands before a rank's exception: the host, and the exception's module.

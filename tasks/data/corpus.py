@@ -40,6 +40,7 @@ from training.config.data import SHARDS, DataConfig, TokenizerConfig
 from training.config.store import StoreConfig
 from training.records.record import sha256_file, write_atomically
 from training.records.token_shards import FinishedChunk, Ledger, Shard, SkippedDocument, SourceFile, TokenShards
+from training.records.words import counted, format_duration
 from training.shards.format import (
     LIBRARY,
     MANIFEST,
@@ -50,7 +51,6 @@ from training.shards.format import (
     read_manifest,
     verify_hashes,
 )
-from training.tracking.words import counted, format_duration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

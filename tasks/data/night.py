@@ -28,9 +28,9 @@ from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.token_shards import SourceFile, TokenShards
 from training.records.train_result import TrainResult
+from training.records.words import counted
 from training.shards.format import MANIFEST, verify_hashes
 from training.store.urls import is_url
-from training.tracking.words import counted
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from training.records.words import format_duration
 from training.tracking.progress import SAY_EVERY_S, Progress, Ticker
-from training.tracking.words import format_duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

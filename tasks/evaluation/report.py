@@ -13,7 +13,7 @@ from tasks.registry.tags import TAG, note_evaluation
 from tasks.tracking.client import check_artifacts, experiment_of, registry_client, run_or_none
 from tasks.workspace.paths import tracking_uri
 from training.records.results import EvalReport, SourceFigures
-from training.tracking.words import counted
+from training.records.words import counted
 
 logger = logging.getLogger(__name__)
 

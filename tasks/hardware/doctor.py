@@ -14,7 +14,7 @@ from rich.text import Text
 from training.planner.gpu_catalog import PRECISIONS, slow_devices
 from training.planner.precision import choose_precision
 from training.records.inventory import Device, Host, Inventory, Link
-from training.tracking.words import counted
+from training.records.words import counted
 
 BYTES_PER_PARAMETER = 16  # fp32 weights 4, gradients 4, AdamW's two moments 8
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # weights and moments

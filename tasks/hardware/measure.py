@@ -39,8 +39,8 @@ from training.node.limits import usable_memory_bytes
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.node import NodeEnd, NodeTask
 from training.records.record import DamagedRecord, Record
+from training.records.words import counted
 from training.tracking.redaction import plain
-from training.tracking.words import counted
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from tasks.hardware.preflight import HostFacts, container_spec
 from training.config.launch import LaunchConfig
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.node import CollectiveReport
-from training.tracking.words import counted
+from training.records.words import counted
 
 logger = logging.getLogger(__name__)
 

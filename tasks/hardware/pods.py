@@ -42,7 +42,7 @@ from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
 from training.node.host_check import Asked
 from training.records.inventory import Inventory, Measured
-from training.tracking.words import counted
+from training.records.words import counted
 
 logger = logging.getLogger(__name__)
 

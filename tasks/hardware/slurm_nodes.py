@@ -22,7 +22,7 @@ from tasks.workspace.paths import home
 from training.config.slurm import SlurmConfig
 from training.node.host_check import Asked
 from training.records.inventory import Inventory, Measured
-from training.tracking.words import counted
+from training.records.words import counted
 
 CHECK_TIMEOUT_S = 120.0  # at its first start on a node, a container may unpack its image
 

@@ -13,7 +13,7 @@ from tasks.inference.onnx_batching import BatchedGenerator
 from tasks.inference.onnx_generator import TextGenerator, has_graph
 from training.config.serving import InferenceConfig
 from training.records.results import QUANTIZED, ExportedModel, LatencyReport
-from training.tracking.words import counted
+from training.records.words import counted
 
 logger = logging.getLogger(__name__)
 

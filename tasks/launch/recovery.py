@@ -32,7 +32,7 @@ from training.records.memory_checkpoint import newest_step
 from training.records.plan import CustomProgramPlan
 from training.records.record import Record
 from training.records.train_result import TrainResult
-from training.tracking.words import counted
+from training.records.words import counted
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from tasks.workspace.paths import home, run_folder
 from tasks.workspace.processes import local_process, process_key
 from tasks.workspace.skip import skip_unreadable
 from training.config.run import RunConfig
-from training.tracking.words import format_duration
+from training.records.words import format_duration
 
 logger = logging.getLogger(__name__)
 

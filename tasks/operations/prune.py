@@ -23,8 +23,8 @@ from tasks.workspace.paths import home, present, tracking_uri
 from tasks.workspace.skip import skip_unreadable
 from training.records.record import Record, read_fields
 from training.records.token_shards import TokenShards
+from training.records.words import counted
 from training.shards.format import MANIFEST
-from training.tracking.words import counted
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

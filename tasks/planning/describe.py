@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tasks.display.numbers import describe_utilisation, device_noun, format_amount, format_money
 from tasks.planning.price import per_1b
 from training.records.plan import RankedLayout, RunPlan, describe_stages
-from training.tracking.words import counted, format_duration
+from training.records.words import counted, format_duration
 
 LAYOUTS_SHOWN = 4
 

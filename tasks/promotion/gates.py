@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from training.config.promotion import GatesConfig, TaskFloor
-from training.tracking.words import counted
+from training.records.words import counted
 
 PASSED, NOT_PASSED = "passed", "not passed"  # the first word of a verdict
 

@@ -20,7 +20,7 @@ from tasks.registry.models import aliases_of, find_version, replaced_by
 from tasks.registry.tags import CHALLENGER, CHAMPION, REPLACES
 from tasks.tracking.client import registry_client
 from training.config.promotion import RolloutConfig
-from training.tracking.words import format_duration
+from training.records.words import format_duration
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

@@ -19,7 +19,7 @@ from training.records.record import sha256_config
 from training.records.results import EvalReport, ExportedModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
-from training.tracking.words import counted
+from training.records.words import counted
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

@@ -9,7 +9,7 @@ from tasks.planning.price import RunCost
 from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.train_result import TrainResult
-from training.tracking.words import format_duration
+from training.records.words import format_duration
 
 
 class Outcome(Record):

@@ -12,8 +12,8 @@ from tasks.display.numbers import device_noun
 from training.records.plan import RunPlan
 from training.records.results import EvalReport, ExportedModel, RegisteredModel
 from training.records.train_result import TrainResult
+from training.records.words import counted, format_duration
 from training.tracking.rows import read_rows
-from training.tracking.words import counted, format_duration
 
 BLUE, RED, GREY = "#4a6fa5", "#d1603d", "#8a97a5"
 POINTS = 500  # points of a curve, as many as a line of 1,000 pixels can show

@@ -25,7 +25,7 @@ from training.config.run import RunConfig
 from training.records.plan import RunPlan
 from training.records.results import LatencyReport
 from training.records.train_result import TrainResult
-from training.tracking.words import counted, format_duration
+from training.records.words import counted, format_duration
 
 PAGE, CURVES, LATENCY = "report.html", "curves.png", "export-latency.png"
 

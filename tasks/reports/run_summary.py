@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from tasks.display.numbers import format_amount, format_count, format_money
 from tasks.reports.run_data import INTERRUPTIONS, RunData
-from training.tracking.words import counted, format_duration
+from training.records.words import counted, format_duration
 
 
 def summary(data: RunData) -> list[str]:

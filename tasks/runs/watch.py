@@ -21,7 +21,7 @@ from types import TracebackType
 from training.config.alerts import AlertsConfig
 from training.planner.plan import disk_gib_needed
 from training.records.plan import RunPlan
-from training.tracking.words import format_duration
+from training.records.words import format_duration
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from training.exports.parity import batch_graphs_in, graphs_in
 from training.node.compiler import why_no_compile
 from training.records.plan import RunPlan
 from training.records.results import SERVED, LatencyFigure, LatencyReport
-from training.tracking.words import counted
+from training.records.words import counted
 
 ROUNDS = range(3, 31)  # from the fewest to the most runs of a shape, as its time allows
 

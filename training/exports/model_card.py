@@ -7,7 +7,7 @@ from pathlib import Path
 from training.records.plan import RunPlan
 from training.records.results import EvalReport, ParityReport
 from training.records.train_result import TrainResult
-from training.tracking.words import counted
+from training.records.words import counted
 
 
 def model_card(plan: RunPlan, result: TrainResult, *, parity: ParityReport, run_dir: Path, folder: Path) -> str:

@@ -25,7 +25,7 @@ from training.records.correction import Correction, Measurement, Priced
 from training.records.inventory import Host, Inventory
 from training.records.plan import RunPlan, describe_stages, unmeasured_parts
 from training.records.train_result import TrainResult
-from training.tracking.words import counted
+from training.records.words import counted
 
 LEAST, MOST = 2 / 3, 3 / 2  # of a factor: what is further off is a defect, of the run or of the cost model
 LAST_RUNS = 5  # of a layout, of which the median counts

@@ -28,8 +28,8 @@ from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory
 from training.records.plan import ModelShape, Prediction, RunPlan
 from training.records.token_shards import TokenShards
+from training.records.words import counted, format_duration
 from training.shards.packing import Epoch
-from training.tracking.words import counted, format_duration
 
 # Share of train.steps, because rates that were measured beside other programs can be a tenth of the true ones.
 FEWEST_STEPS = 0.2

@@ -21,7 +21,7 @@ from training.planner.pricing import PricedLayout, job_of, price
 from training.planner.step_time import exposed_s
 from training.records.inventory import Inventory
 from training.records.plan import ModelShape
-from training.tracking.words import counted
+from training.records.words import counted
 
 # In the order of their simplicity: of two that the arithmetic cannot tell apart, the simpler is taken.
 AUTOMATIC: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")

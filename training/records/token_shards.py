@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from training.records.record import Record
+from training.records.words import counted
 
 LOST_SHARE = 0.001  # of the characters; more is a warning
 
@@ -136,12 +137,12 @@ class TokenShards(Ledger):
     def ledger_lines(self) -> list[str]:
         """Return what of the corpus was left out, skipped or lost, a sentence each; warnings are `ledger_warnings`."""
         counts = [
-            (self.repeated, "documents repeat the text of an earlier one, and are left out"),
-            (self.filtered, "rows are left out by data.where"),
+            (self.repeated, "document", "whose text repeats an earlier one"),
+            (self.filtered, "row", "for which data.where is false"),
         ]
-        lines = [f"text: {number:,} {what}" for number, what in counts if number]
+        lines = [f"text: left out {counted(number, noun)} {which}" for number, noun, which in counts if number]
         lines += [
-            f"text: left out {each.files:,} files ({each.kind}, {each.num_bytes / 1e6:,.1f} MB, such as "
+            f"text: left out {counted(each.files, 'file')} ({each.kind}, {each.num_bytes / 1e6:,.1f} MB, such as "
             f"{each.example}): {each.why}"
             for each in self.left_out
             if not self._is_grave(each)
@@ -152,21 +153,24 @@ class TokenShards(Ledger):
         """Return what was lost and should not have been."""
         read = max(1, sum(source.num_bytes for source in self.sources))
         lines = [
-            f"text: left out {each.files:,} files ({each.kind}, {each.num_bytes / 1e6:,.1f} MB, while "
+            f"text: left out {counted(each.files, 'file')} ({each.kind}, {each.num_bytes / 1e6:,.1f} MB, while "
             f"{read / 1e6:,.1f} MB are read), such as {each.example}: {each.why}"
             for each in self.left_out
             if self._is_grave(each)
         ]
         if self.skipped:
             places = "; ".join(self.skipped_examples[:3])
-            lines.append(f"text: {self.skipped:,} documents skipped (data.on_error=skip), the first: {places}")
+            lines.append(f"text: skipped {counted(self.skipped, 'document')} (data.on_error=skip), the first: {places}")
         if self.nul_characters:
-            lines.append(f"text: {self.nul_characters:,} NUL characters are part of the documents, and of the tokens")
+            lines.append(
+                f"text: the documents, and so the tokens, hold {counted(self.nul_characters, 'NUL character')}"
+            )
         share = self.lost_characters / max(1, self.characters)
         if share > LOST_SHARE:
+            unknown = counted(self.unknown_tokens, "unknown token")
             lines.append(
                 f"text: {share:.2%} of the characters ({self.lost_characters:,} of {self.characters:,}) are lost: the "
-                f"tokenizer does not know them ({self.unknown_tokens:,} unknown tokens); take one that is byte-level "
+                f"tokenizer does not know them ({unknown}); take one that is byte-level "
                 "or has a byte fallback, or train one on this text with data.tokenizer.kind=bpe"
             )
         return [*lines, *(f"text: {hint}" for hint in self.hints)]

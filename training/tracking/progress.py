@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Self
 
-from training.tracking.words import format_duration
+from training.records.words import format_duration
 
 logger = logging.getLogger(__name__)
 

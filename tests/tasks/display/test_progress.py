@@ -16,8 +16,8 @@ from tasks.display import progress
 from tasks.display.progress import ProgressArtifact, step_progress
 from tasks.operations.images import _log_lines
 from tests.support.waiting import until
+from training.records.words import counted, format_duration
 from training.tracking.progress import Progress
-from training.tracking.words import counted, format_duration
 
 
 @pytest.fixture
