@@ -13,6 +13,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import functools
 import hashlib
 import io
 import itertools
@@ -508,18 +509,19 @@ def _json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterat
 
 def _parsed(line: str, column: str) -> object:
     """Parse a line. Raises ValueError, also where an object has the column twice: Python takes the last one."""
-
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if sum(key == column for key, _ in pairs) > 1:
-            raise json.JSONDecodeError(f"the key {column!r} is there twice", line, 0)
-        return dict(pairs)
-
+    if line.count(f'"{column}"') > 1:
+        json.loads(line, object_pairs_hook=functools.partial(_check_once, column), parse_int=_integer)
     try:
-        return json.loads(line, object_pairs_hook=once if line.count(f'"{column}"') > 1 else None)
+        return json.loads(line)
     except json.JSONDecodeError:
         raise
     except ValueError:  # an integer of more than 4,300 digits
         return DECODER.decode(line)
+
+
+def _check_once(column: str, pairs: list[tuple[str, object]]) -> None:
+    if sum(key == column for key, _ in pairs) > 1:
+        raise json.JSONDecodeError(f"the key {column!r} is there twice", "", 0)
 
 
 def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
@@ -527,8 +529,8 @@ def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments
         tokens = f"; if these are tokens, {TOKENS}" if isinstance(row, int) else ""
         skipped.skip_or_raise(place, f"holds {_kind(row)}, not an object with the key {wanted.column!r}{tokens}")
         return
-    value = _value_at(row, wanted.column)
-    if value is MISSING:
+    value = row.get(wanted.column, MISSING)
+    if value is MISSING and (value := _value_at(row, wanted.column)) is MISSING:
         skipped.skip_or_raise(place, f"has no key {wanted.column!r} but {_listed(row)}{_cure(row, place)}")
     elif wanted.keeps(row, place, skipped):
         yield from _document(place, value, skipped, beside=row)
@@ -847,17 +849,16 @@ def _document(
     place: Place, value: object, skipped: SkippedDocuments, *, beside: Mapping[str, Any] | None = None
 ) -> Iterator[Piece]:
     """Yield the pieces of a document. `beside`: the row that it is from, whose other keys may hold the text."""
-    is_raw = place.span.source.format in ("text", "csv", "tsv")
     if not isinstance(value, str):
         cure = _cure(beside, place) if beside and isinstance(value, dict) else ""
         skipped.skip_or_raise(place, f"the document is {_kind(value)}, not text{cure}")
     elif problem := _not_unicode(value):
-        has_encoding = is_raw or place.span.source.format == "json"
+        has_encoding = place.span.source.format in ("text", "csv", "tsv", "json")
         skipped.skip_or_raise(place, problem if has_encoding else problem.partition(ENCODING_CURE)[0])
-    elif is_raw and "\0" in value:
+    elif (num_nuls := value.count("\0")) and place.span.source.format in ("text", "csv", "tsv"):
         skipped.skip_or_raise(place, NUL)
     elif value and not skipped.is_repeated(lambda: hashlib.sha256(value.encode()).digest()):
-        skipped.num_nuls += value.count("\0")
+        skipped.num_nuls += num_nuls
         yield from _pieces(place, (value[at : at + BLOCK_CHARACTERS] for at in range(0, len(value), BLOCK_CHARACTERS)))
 
 
