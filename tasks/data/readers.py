@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import orjson
+
 from tasks.data.contents import TOKENS, problem_of_bytes
 from tasks.data.row_filter import RowFilter
 from tasks.data.sources import HEAD_BYTES, SkippedDocuments, Source
@@ -511,6 +513,8 @@ def _parsed(line: str, column: str) -> object:
     """Parse a line. Raises ValueError, also where an object has the column twice: Python takes the last one."""
     if line.count(f'"{column}"') > 1:
         json.loads(line, object_pairs_hook=functools.partial(_check_once, column), parse_int=_integer)
+    with contextlib.suppress(orjson.JSONDecodeError):  # it refuses NaN and halves of surrogate pairs, as well as faults
+        return orjson.loads(line)
     try:
         return json.loads(line)
     except json.JSONDecodeError:

@@ -162,7 +162,7 @@ def test_nul_characters_that_json_writes_are_kept_and_said(tmp_path: Path) -> No
     folder, shards = prepare(tmp_path, source)
     assert "a\0b" in all_documents(folder)
     assert shards.nul_characters == 1
-    assert any("1 NUL characters" in line for line in shards.ledger_warnings())
+    assert any("1 NUL character" in line for line in shards.ledger_warnings())
 
 
 def test_text_that_only_looks_odd_is_read(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_what_of_the_corpus_is_not_in_the_tokens_is_said(
     plan = write_plan(tiny_config(), run=run, inventory=inventory(1), shards=shards, shards_dir=tiny_shards)
     levels = {record.getMessage().removeprefix("plan: "): record.levelname for record in caplog.records}
     for words, level in (
-        ("7 rows are left out by data.where", "INFO"),
+        ("left out 7 rows for which data.where is false", "INFO"),
         ("left out 3 files (.docx, 0.0 MB, while ", "WARNING"),  # more than is read, since nothing is listed as read
         ("0.20% of the characters (2 of 1,000) are lost", "WARNING"),
     ):
