@@ -231,7 +231,7 @@ def test_after_a_kill_9_resume_takes_over_and_every_status_is_true(
     [
         (["data.path=/no/such/file"], "/no/such/file"),
         (["train.steps=0"], "train.steps = 0"),
-        (["train.context=100000"], "train.context + 1 = 100001"),
+        (["train.context=100000"], "train.context + 1 = 100,001"),
         (["parallel.ranks=7"], "train.global_batch = 8 cannot be split evenly over 7 data-parallel ranks"),
         (["model.heads=5"], "model.width = 64 is not divisible by model.heads = 5"),
     ],
