@@ -358,7 +358,7 @@ def _chosen(
         others.items(), key=lambda each: (not _is_archive(each[1][0]), -sum(map(sizes.__getitem__, each[1])))
     )
     for suffix, names in by_size[:KINDS_SHOWN]:
-        skipped.left_out.append(_left_out(suffix or "no suffix", names, sizes, _why_left_out(suffix, names[0], head)))
+        skipped.left_out.append(_left_out(suffix or "no suffix", names, sizes, _why_left_out(suffix, names, head)))
     if rest := [name for _, names in by_size[KINDS_SHOWN:] for name in names]:
         kinds = f"{len(by_size) - KINDS_SHOWN} other suffixes"
         skipped.left_out.append(_left_out(kinds, rest, sizes, "their suffixes are no text files'"))
@@ -388,17 +388,19 @@ def _left_out(kind: str, names: list[str], sizes: dict[str, int], why: str) -> L
     return LeftOut(kind=kind, files=len(names), num_bytes=num_bytes, example=names[0], why=why, refused=refused)
 
 
-def _why_left_out(suffix: str, example: str, head: Callable[[str], bytes]) -> str:
-    if _is_archive(example):
+def _why_left_out(suffix: str, names: list[str], head: Callable[[str], bytes]) -> str:
+    """Return what files of a suffix are, by some of them, or how they can be read."""
+    if _is_archive(names[0]):
         return f"{UNPACK}, or name it in data.exclude"
-    problem = ""
-    try:
-        problem = problem_of_bytes(head(example))
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror or error})"
-    if problem:
-        return f"it {problem}"
-    glob = f"*{suffix}" if suffix else "*/" + PurePath(example).name if "/" in example else PurePath(example).name
+    for name in dict.fromkeys((names[0], names[len(names) // 2], names[-1])):
+        try:
+            problem = problem_of_bytes(head(name))
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror or error})"
+        if problem:
+            return f"{'it' if name == names[0] else name} {problem}"
+    one = PurePath(names[0])
+    glob = f"*{suffix}" if suffix else f"*/{one.name}" if len(one.parts) > 1 else one.name
     return f'its suffix is no text file\'s; \'data.include=["*","{glob}"]\' reads it as text'
 
 
@@ -426,7 +428,7 @@ def _split_hints(root: str, kept: Collection[str], data: DataConfig) -> list[str
 def _no_texts(root: str, others: dict[str, list[str]], head: Callable[[str], bytes]) -> ValueError:
     kinds = sorted(others.items(), key=lambda each: -len(each[1]))
     only = ", ".join(f"{suffix or 'no suffix'} ({len(names)})" for suffix, names in kinds[:8])
-    reasons = "".join(f"; {names[0]}: {_why_left_out(suffix, names[0], head)}" for suffix, names in kinds[:3])
+    reasons = "".join(f"; {names[0]}: {_why_left_out(suffix, names, head)}" for suffix, names in kinds[:3])
     return ValueError(
         f"{root} holds no text, JSON lines, CSV or parquet files{f', only {only}' if only else ''}{reasons}: "
         "set data.path to another folder"
