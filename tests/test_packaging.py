@@ -22,7 +22,7 @@ from tasks.tracking.code_version import STAMP
 from tests.support.repository import REPO
 from tests.support.user_folder import UserFolder
 
-BESIDE_PACKAGES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "constraints.txt", "prefect.yaml")
+BESIDE_PACKAGES = (".gitignore", "pyproject.toml", "setup.py", "README.md", "LICENSE", "constraints.txt", "prefect.yaml")
 NOT_OURS = ("tasks.py", "training.py", "flows/__init__.py", "infra/__init__.py")
 Command = Callable[..., str]
 
