@@ -22,7 +22,15 @@ from tasks.tracking.code_version import STAMP
 from tests.support.repository import REPO
 from tests.support.user_folder import UserFolder
 
-BESIDE_PACKAGES = (".gitignore", "pyproject.toml", "setup.py", "README.md", "LICENSE", "constraints.txt", "prefect.yaml")
+BESIDE_PACKAGES = (
+    ".gitignore",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "constraints.txt",
+    "prefect.yaml",
+)
 NOT_OURS = ("tasks.py", "training.py", "flows/__init__.py", "infra/__init__.py")
 LONGEST_RESOLUTION_S = 240  # it takes a minute, most of it downloads; ten and more where versions do not fit
 Command = Callable[..., str]
@@ -46,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    copied = [*BESIDE_PACKAGES, *images.PACKAGES]
+    copied = [".gitignore", *BESIDE_PACKAGES, *images.PACKAGES]
     subprocess.run(["cp", "-r", *(str(REPO / name) for name in copied), str(source)], check=True)
     committed(source)
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(folder)]

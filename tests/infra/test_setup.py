@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -132,4 +133,4 @@ def test_the_command_fails_and_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", program, str(pins.with_name("project.toml")), str(pins)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "prefect: pinned at 2.8.8, but pyproject.toml needs <4,>=3.8" in done.stderr
+    assert re.search(r"prefect: pinned at 2[\d.]+, but pyproject.toml needs <4,>=3", done.stderr)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
+from training.exports.arguments import cache_argument, logits_only
 from training.exports.batch_graph import keep_cache_in_place, quantize, read_whole_texts
 from training.records.results import QUANTIZED
 from training.tracking.redaction import plain
@@ -154,7 +155,7 @@ class Decode(torch.nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model, self.options = model, logits_only(model)
+        self.model, self.options, self.cache = model, logits_only(model), cache_argument(model.forward)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[tuple[Tensor, Tensor]]
@@ -165,18 +166,12 @@ class Decode(torch.nn.Module):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=DynamicCache(past),
             use_cache=True,
+            **{self.cache: DynamicCache(past)},
             **self.options,
         )
-        cache = [tensor for layer in outputs.past_key_values.layers for tensor in (layer.keys, layer.values)]
+        cache = [tensor for layer in outputs[self.cache].layers for tensor in (layer.keys, layer.values)]
         return (outputs.logits.float(), *cache)
-
-
-def logits_only(model: Any) -> dict[str, bool]:
-    """Return the arguments by which a mixture of experts leaves out the loss of its router."""
-    name = "output_router_logits"
-    return {name: False} if name in inspect.signature(model.forward).parameters else {}
 
 
 def experts_bytes(model: Any) -> int:
@@ -244,7 +239,7 @@ def zero_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tenso
     """Return zeros as keys and values of every layer, in the model's own shapes, `past` tokens long."""
     with torch.inference_mode():
         token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        layers = model(input_ids=token, use_cache=True).past_key_values.layers
+        layers = model(input_ids=token, use_cache=True)[cache_argument(model.forward)].layers
 
     def zeros(like: Tensor) -> Tensor:
         return torch.zeros(batch, like.shape[1], past, like.shape[3], dtype=like.dtype, device=like.device)

@@ -30,7 +30,9 @@ class KeyValues:
         self.filled_row, self.positions, self.end = None, positions, end
         self.index = torch.arange(len(positions), device=positions.device)
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *args: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Store keys and values [n, heads, new, size]; return those that new tokens may see, [n, heads, end, size]."""
         cached = self._allocated(layer, like=keys)
         if self.filled_row is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint.safetensors_files import TensorFiles
+from training.exports.arguments import cache_argument
 from training.inference.kv_cache import KeyValues
 from training.inference.steps import SKIPPED, Extend, Forward, Move, Prefill
 from training.models.architectures import ARCHITECTURES, layers_of
@@ -46,6 +46,7 @@ class ModelShard:
     def __init__(self, model: LanguageModel, *, batches: int, rows: int, context: int, first: bool, last: bool) -> None:
         self.model, self.first, self.last = model, first, last
         self.layers = layers_of(model.hf)
+        self.cache_argument = cache_argument(self.layers[0].forward)
         self.caches = [KeyValues(rows=rows, context=context) for _ in range(batches)]
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
@@ -61,7 +62,7 @@ class ModelShard:
         assert self.model.architecture is not None
         arguments = self.model.architecture.arguments(self.model.hf, hidden, positions)
         for layer in self.layers:
-            hidden = layer(hidden, attention_mask=mask, past_key_values=cache, **arguments)
+            hidden = layer(hidden, attention_mask=mask, **{self.cache_argument: cache}, **arguments)
         assert hidden is not None
         if not self.last:
             return hidden
@@ -93,12 +94,13 @@ class ModelShard:
 class WholeModel:
     """A whole model of any class, with the class's own cache for each row: rows are run one after another.
 
-    A class without keys and values (Mamba, GPT) reads the whole text again for each token: a row's cache holds its IDs.
+    A class without such a cache (GPT; Mamba before transformers 5.24) reads the whole text again for each token: a
+    row's cache holds its IDs.
     """
 
     def __init__(self, hf: Any, *, vocab_size: int) -> None:
         self.hf, self.vocab_size, self.device = hf, vocab_size, next(hf.parameters()).device
-        self.has_keys = "past_key_values" in inspect.signature(hf.forward).parameters
+        self.cache_argument = cache_argument(hf.forward)
         self.caches: dict[int, Any] = {}
 
     @torch.inference_mode()
@@ -116,10 +118,11 @@ class WholeModel:
         self.caches[step.target] = self.caches.pop(step.source)
 
     def _row(self, row: int, ids: Sequence[int]) -> Tensor:
-        if self.has_keys:
-            inputs = torch.tensor([ids], device=self.device)
-            result = self.hf(input_ids=inputs, past_key_values=self.caches.get(row), use_cache=True)
-            self.caches[row] = result.past_key_values
+        if name := self.cache_argument:
+            result = self.hf(
+                input_ids=torch.tensor([ids], device=self.device), use_cache=True, **{name: self.caches.get(row)}
+            )
+            self.caches[row] = result[name]
         else:
             self.caches[row] = [*self.caches.get(row, ()), *ids]
             result = self.hf(input_ids=torch.tensor([self.caches[row]], device=self.device))
