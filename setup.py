@@ -19,7 +19,10 @@ class WithCommit(build_py):
         sys.path.insert(0, str(HERE))
         from tasks.tracking import code_version
 
-        code_version.write_stamp(Path(self.build_lib, "tasks", "tracking"))
+        commit = code_version.write_stamp(Path(self.build_lib, "tasks", "tracking"))
+        if commit == "unknown":
+            why = "git knows none of this folder: build it in a checkout, with pip wheel"
+            print(f"the wheel will not name its commit: {why}", file=sys.stderr)
 
 
 setup(cmdclass={"build_py": WithCommit})

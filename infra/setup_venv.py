@@ -76,7 +76,8 @@ def mend(options: list[str], *, modules: tuple[str, ...] = ()) -> None:
             return
         if answer in reinstalled or done.returncode != 1:
             sys.exit(f"{done.stderr}\nwhat was installed does not work: {answer or f'exit code {done.returncode}'}")
-        print(f"{answer}, as it was installed, does not work: pip installs it again", file=sys.stderr)
+        why = (done.stderr.splitlines() or [""])[-1]
+        print(f"{answer}, as it was installed, does not work ({why}): pip installs it again", file=sys.stderr)
         reinstalled.add(answer)
         _pip("install", *options, "--force-reinstall", "--no-deps", answer, check=True)
 

@@ -129,6 +129,7 @@ def _metrics(options: argparse.Namespace) -> None:
 
 def _prune(options: argparse.Namespace) -> None:
     from tasks.operations.prune import prune
+    from tasks.tracking.client import mlflow_gc_command
 
     done = prune(older_than_days=options.older_than_days, keep_newest=options.keep_newest, dry_run=options.dry_run)
     if options.json:
@@ -141,8 +142,7 @@ def _prune(options: argparse.Namespace) -> None:
         print_table(("", "what", "in SHARDLINE_HOME", "size", "why"), cells)
     print(f"{_gigabytes(done.freed_bytes)} {'would be freed' if options.dry_run else 'freed'}")
     if done.mlflow_runs and not options.dry_run:
-        ids = ",".join(done.mlflow_runs)
-        print(f"MLflow shows their runs as deleted; `mlflow gc --run-ids {ids}` removes them for good")
+        print(f"MLflow shows their runs as deleted; this removes them for good: {mlflow_gc_command(done.mlflow_runs)}")
 
 
 def _gigabytes(num_bytes: int) -> str:

@@ -30,7 +30,7 @@ REST = (
 # What the server adds to RunConfig. The form writes these sections, so that a config which has them is no part of one.
 NEEDS_PATH: dict[str, Any] = {
     "if": {
-        "required": ["model", "train", "launch"],
+        "required": ["model", "train", "launch", "registry"],
         "properties": {
             "data": {"properties": {"sources": {"maxItems": 0}}},
             "trainer": {"properties": {"module": {"maxLength": 0}, "script": {"maxLength": 0}}},

@@ -79,8 +79,8 @@ def step_progress(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any
             made_at, step = time.monotonic(), row["step"]
             speed = f"step {step:,}/{total:,}  loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s"
             left = f"  {format_duration(row['eta_s'])} left" if step < total and row.get("eta_s") else ""
-            note = speed + left
             between_steps = "validating and saving after the last step" if step == total else ""
+            note = speed + left
             bar.update(task, completed=step, note=speed)
             artifact.show(100 * step / total, f"{title}: {note}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tasks.evaluation.evaluate import Subject
 from tasks.registry.tags import TAG, note_evaluation
-from tasks.tracking.client import check_artifacts, experiment_of, registry_client, run_or_none
+from tasks.tracking.client import TRAINING_PAGES, check_artifacts, experiment_of, registry_client, run_or_none
 from tasks.workspace.paths import tracking_uri
 from training.records.results import EvalReport, SourceFigures
 from training.records.words import counted
@@ -74,7 +74,9 @@ def log_to_mlflow(report: EvalReport, subject: Subject, *, text: str) -> str:
     client = registry_client(tracking_uri())
     name, model_id = f"{version.name}/{version.version}", version.tags[f"{TAG}model_id"]
     trained = run_or_none(client, subject.plan.mlflow_run_id)
-    experiment_id = trained.info.experiment_id if trained else experiment_of(client, subject.plan.config.name)
+    experiment_id = (
+        trained.info.experiment_id if trained else experiment_of(client, subject.plan.config.name, tags=TRAINING_PAGES)
+    )
     try:
         check_artifacts(client, experiment_id)
     except ValueError as error:

@@ -19,7 +19,7 @@ from tasks.operations.ps import run_folders
 from tasks.registry.tags import TAG
 from tasks.tracking.client import registry_client
 from tasks.workspace.locks import AlreadyOwned, Locked, exclusive, is_owned, owned
-from tasks.workspace.paths import home, present, tracking_uri
+from tasks.workspace.paths import home, in_this_home, tracking_uri
 from tasks.workspace.skip import skip_unreadable
 from training.records.record import Record, read_fields
 from training.records.token_shards import TokenShards
@@ -132,7 +132,9 @@ def _read(folder: Path) -> RunFolder:
                     config["train"].get("optimizer_path"),
                     *plan.get("local_copies", {}).values(),
                 )
-                needs |= {present(Path(path).resolve()) for path in named if path}
+                paths = [Path(path) for path in named if path]
+                here = [place for path in paths if (place := in_this_home(path))]
+                needs |= {path.resolve() for path in [*paths, *here]}
         run = folder / "run.json"
         mlflow_run_id = read_fields(run)["mlflow_run_id"] if run.exists() else ""
         return RunFolder(folder, (time.time() - changed) / DAY_S, needs, mlflow_run_id)

@@ -119,7 +119,7 @@ def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: G
         )
     changes = {name: new[name] - old[name] for name in bounded}
     worse = [
-        f"{name}: {_against(changes[name])} it (needed: at most {bound:g} above)"
+        f"{name}: {changes[name]:.2g} nats per token above it (needed: at most {bound:g} above)"
         for name, bound in bounded.items()
         if not changes[name] <= bound
     ]

@@ -16,6 +16,7 @@ from tasks.runs.folder import earlier_plans, latest_config, read_plan
 from tasks.runs.history import Event, history
 from tasks.runs.resume import Resumptions, read_resumptions
 from tasks.tracking.mlflow_run import TrackedRun
+from tasks.workspace.paths import present
 from training.config.run import RunConfig
 from training.records.plan import TRAINER_PLAN, AnyPlan, CustomProgramPlan, RunPlan
 from training.records.record import read_fields
@@ -130,7 +131,7 @@ def read_run_data(
 ) -> RunData:
     """Read the run's folder. `stop_reason`: the error of a run that failed or was stopped."""
     folder, plan = run.folder, read_plan(run.folder)
-    result, shards = folder / "result.json", Path(plan.shards_dir if plan else "") / "manifest.json"
+    result, shards = folder / "result.json", present(Path(plan.shards_dir if plan else "")) / "manifest.json"
     stages, export, program = folder / "stages.json", folder / "export", folder / TRAINER_PLAN
     latency, exported = export / "latency.json", export / "export.json"
     return RunData(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
 from tasks.tracking.database import cure_of, make_database
-from tasks.workspace.paths import embedded_artifacts, home, tracking_uri
+from tasks.workspace.paths import command, embedded_artifacts, home, tracking_uri
 from tasks.workspace.wait import until
 from training.config.credentials import without_url_credentials
 from training.tracking.redaction import without_credentials
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 logger = logging.getLogger(__name__)
+
+TRAINING_PAGES = {"mlflow.experimentKind": "custom_model_development"}  # or MLflow opens its GenAI pages
 PATIENCE_S, ASK_EVERY_S = 600.0, 2.0
 
 
@@ -95,16 +98,34 @@ def run_or_none(client: MlflowClient, mlflow_run_id: str) -> Run | None:
 
 
 def check_artifacts(client: MlflowClient, experiment_id: str) -> None:
-    """Raise ValueError if MLflow would write files to where SHARDLINE_HOME was before it moved: it keeps that path."""
+    """Raise ValueError if MLflow would write files to where SHARDLINE_HOME was before it was moved or copied: it keeps
+    that path.
+    """
     if (ours := embedded_artifacts()) is None:
         return
     theirs = client.get_experiment(experiment_id).artifact_location
-    old = Path(unquote(urlparse(theirs).path)).parent
-    if theirs != ours and theirs.startswith("file:") and not (old / "mlflow.db").exists():
-        raise ValueError(
-            f"MLflow keeps this model's files in {old}, where SHARDLINE_HOME was before it moved to {home()}. Let the "
-            f"old path lead to the new one, then start again: mkdir -p {old.parent} && ln -s {home()} {old}"
-        )
+    if theirs == ours or not theirs.startswith("file:") or Path(theirs).name != Path(ours).name:
+        return
+    old, here = Path(unquote(urlparse(theirs).path)).parent, home() / "mlflow.db"
+    if (old / here.name).exists() and here.exists() and here.samefile(old / here.name):
+        return
+    first = f"Move {old} away, after its artifacts/ went to {home()}. " if old.exists() else ""
+    raise ValueError(
+        f"MLflow keeps the files of this experiment in {old}, where SHARDLINE_HOME was before it was moved or copied "
+        f"to {home()}. {first}Let the old path lead to the new one, then start again: "
+        f"mkdir -p {quote(str(old.parent))} && ln -s {quote(str(home()))} {quote(str(old))}"
+    )
+
+
+def mlflow_command(words: str) -> str:
+    """Return a line for a shell: the mlflow command on the server or database of this process."""
+    return f"MLFLOW_TRACKING_URI={quote(without_url_credentials(tracking_uri()))} {command('mlflow')} {words}"
+
+
+def mlflow_gc_command(run_ids: Iterable[str]) -> str:
+    """Return the line by which deleted runs are removed for good; MLflow does that on its database only."""
+    store = f"sqlite:///{home()}/mlflow.db" if embedded_artifacts() else "URI_OF_THE_DATABASE_OF_MLFLOW"
+    return mlflow_command(f"gc --backend-store-uri {quote(store)} --run-ids {','.join(run_ids)}")
 
 
 def experiment_of(client: MlflowClient, name: str, *, tags: Mapping[str, str] | None = None) -> str:

@@ -34,6 +34,10 @@ def git_commit() -> tuple[str, bool]:
     return commit or "unknown", bool(changes)
 
 
-def write_stamp(folder: Path) -> None:
-    """Write this checkout's commit to `folder`, which has a copy of this file or will be installed as its folder."""
-    (folder / STAMP).write_text(json.dumps(git_commit()) + "\n")
+def write_stamp(folder: Path) -> str:
+    """Write this checkout's commit to `folder`, which has a copy of this file or will be installed as its folder;
+    return it.
+    """
+    stamp = git_commit()
+    (folder / STAMP).write_text(json.dumps(stamp) + "\n")
+    return stamp[0]

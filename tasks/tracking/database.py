@@ -55,7 +55,11 @@ def _written_once(file: Path) -> Iterator[None]:
     from sqlalchemy.engine import Engine
 
     def on_connect(connection: Any, record: object) -> None:
-        connection.execute("PRAGMA synchronous = OFF")
+        of_file = isinstance(connection, sqlite3.Connection) and str(file) in [
+            path for _, _, path in connection.execute("PRAGMA database_list")
+        ]
+        if of_file:  # other threads may connect to other databases
+            connection.execute("PRAGMA synchronous = OFF")
 
     event.listen(Engine, "connect", on_connect)
     try:

@@ -21,7 +21,15 @@ from tasks.runs.folder import flattened
 from tasks.runs.history import note_start
 from tasks.runs.owner import claim
 from tasks.runs.resume import Resumptions
-from tasks.tracking.client import check_artifacts, connect, experiment_of, run_or_none
+from tasks.tracking.client import (
+    TRAINING_PAGES,
+    check_artifacts,
+    connect,
+    experiment_of,
+    mlflow_command,
+    mlflow_gc_command,
+    run_or_none,
+)
 from tasks.tracking.code_version import git_commit
 from tasks.tracking.final_status import RunStatus, close, reopen
 from tasks.workspace.locks import owned
@@ -49,7 +57,6 @@ DESCRIPTION = "mlflow.note.content"
 OURS = "\n\nreport.html, among the artifacts, has more."  # the end of a description that Shardline wrote
 PARAMS_PER_REQUEST = 100
 LONGEST_TAG = 8000  # characters, MLflow's limit
-TRAINING_PAGES = {"mlflow.experimentKind": "custom_model_development"}  # or MLflow opens its GenAI pages
 
 
 class TrackedRun(Record):
@@ -194,9 +201,9 @@ def _is_known(client: MlflowClient, run: TrackedRun) -> bool:
     known = run_or_none(client, run.mlflow_run_id)
     if known and known.info.lifecycle_stage == "deleted":
         raise ValueError(
-            f"somebody deleted {run.run_id}'s run in MLflow: restore it (`mlflow runs restore --run-id "
-            f"{run.mlflow_run_id}`), or remove it for good (`mlflow gc --run-ids {run.mlflow_run_id}`), after which "
-            f"{run.run_id} continues in a new MLflow run"
+            f"somebody deleted {run.run_id}'s run in MLflow: restore it "
+            f"(`{mlflow_command(f'runs restore --run-id {run.mlflow_run_id}')}`), or remove it for good "
+            f"(`{mlflow_gc_command([run.mlflow_run_id])}`), after which {run.run_id} continues in a new MLflow run"
         )
     return known is not None
 

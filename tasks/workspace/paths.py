@@ -39,10 +39,13 @@ def run_folder(run_id: str) -> Path:
 
 def present(path: Path) -> Path:
     """Return where a file of SHARDLINE_HOME lies now: `path` as it was recorded, or its place in a home that moved."""
-    if path.exists():
-        return path
+    return path if path.exists() else in_this_home(path) or path
+
+
+def in_this_home(path: Path) -> Path | None:
+    """Return the place in SHARDLINE_HOME of a file that was recorded before the home was moved or copied."""
     rests = (path.relative_to(parent) for parent in reversed(path.parents[1:]))  # the longest first; never a name alone
-    return next((home() / rest for rest in rests if (home() / rest).exists()), path)
+    return next((home() / rest for rest in rests if (home() / rest).exists()), None)
 
 
 def local_path(uri: str) -> Path | None:

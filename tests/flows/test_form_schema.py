@@ -16,7 +16,7 @@ from tests.support.prefect_pages import shown_fields
 from training.config.run import RunConfig
 
 DEPLOYMENTS = yaml.safe_load(PRESETS_FILE.read_text())["deployments"]
-WHOLE = {"name": "a", "train": {"steps": 3}, "model": {"layers": 2}, "launch": {"launcher": "local"}}
+WHOLE = {"name": "a", "train": {"steps": 3}, "model": {"layers": 2}, "launch": {"launcher": "local"}, "registry": {}}
 
 
 @cache
@@ -68,6 +68,7 @@ def test_a_whole_config_needs_a_path_and_a_part_of_one_does_not(schema: dict[str
     assert refusals(schema, WHOLE | {"data": {}}) == [("config.data.path", "'path' is a required property")]
     assert refusals(schema, WHOLE) == [("config.data", "'data' is a required property")]
     parts: list[dict[str, Any]] = [{"train": {"steps": 3}}, {"data": {"column": "body"}}, {"name": "a", "model": {}}]
+    parts += [{"model": {"layers": 2}, "train": {"steps": 3}, "launch": {"launcher": "local"}}]
     sources = {"data": {"sources": [{"path": "texts"}]}}
     for config in (
         *parts,
