@@ -24,6 +24,7 @@ from tests.support.user_folder import UserFolder
 
 BESIDE_PACKAGES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "constraints.txt", "prefect.yaml")
 NOT_OURS = ("tasks.py", "training.py", "flows/__init__.py", "infra/__init__.py")
+LONGEST_RESOLUTION_S = 240  # it takes a minute, most of it downloads; ten and more where versions do not fit
 Command = Callable[..., str]
 
 
@@ -167,3 +168,29 @@ def test_an_installed_wheel_trains_beside_modules_of_the_same_names(
     tags = user_folder.mlflow.get_run(outcome["mlflow_run_id"]).data.tags
     assert tags["mlflow.source.git.commit"] == commit_of(wheel)
     assert tags["shardline.version"] == tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("pip", ["pip==23.2.1", "pip"])  # the one that Python 3.11 brings, and the newest
+def test_pip_finds_versions_that_fit_each_other(pip: str, wheel: Path, tmp_path: Path) -> None:
+    """Without constraints, after torch, as docs/installing.md has it; a pip that walks through old versions is stopped.
+
+    Nothing is installed. This environment's torch is linked to, so that pip takes it for the one installed first.
+    """
+    installed, new = (Path(sysconfig.get_path("purelib", vars=vars)) for vars in (None, {"base": str(tmp_path)}))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
+    for path in (installed / "torch", *installed.glob("torch-*.dist-info")):
+        (new / path.name).symlink_to(path)
+    this_pip = [sys.executable, "-m", "pip", "--python", str(tmp_path / "bin" / "python")]
+    had = subprocess.run([*this_pip, "install", "--quiet", "--no-deps", pip], capture_output=True, text=True)
+    if "No matching distribution" in had.stderr:
+        pytest.skip(f"no package index has {pip}")
+    assert had.returncode == 0, had.stderr
+    command = [str(tmp_path / "bin" / "python"), "-m", "pip", "install", "--dry-run", f"{wheel}[train,orchestrate]"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_RESOLUTION_S)
+    assert done.returncode == 0, done.stderr
+    (would_install,) = (line for line in done.stdout.splitlines() if line.startswith("Would install "))
+    assert "mlflow-3" in would_install
+    assert "shardline-" in would_install
+    assert " torch-" not in would_install
