@@ -377,7 +377,9 @@ class Mlflow:
 
     def get_run(self, run_id: str) -> SimpleNamespace:
         run = self._request(lambda: self.runs[run_id])
-        return SimpleNamespace(info=SimpleNamespace(status=run.status), data=SimpleNamespace(tags=dict(run.tags)))
+        return SimpleNamespace(
+            info=SimpleNamespace(status=run.status, lifecycle_stage="active"), data=SimpleNamespace(tags=dict(run.tags))
+        )
 
     def update_run(self, run_id: str, status: str) -> None:
         self._request(lambda: setattr(self.runs[run_id], "status", status))
