@@ -54,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    copied = [".gitignore", *BESIDE_PACKAGES, *images.PACKAGES]
+    copied = [*BESIDE_PACKAGES, *images.PACKAGES]
     subprocess.run(["cp", "-r", *(str(REPO / name) for name in copied), str(source)], check=True)
     committed(source)
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(folder)]
