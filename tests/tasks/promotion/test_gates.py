@@ -134,7 +134,7 @@ SOURCES: dict[str, tuple[dict[str, float], dict[str, float], dict[str, object], 
         {"first": 1.9, "june": 2.9},
         {"max_regression": 0.05},
         False,
-        "worse than champion m/3 on first: 0.1000 nats per token above it (needed: at most 0.05 above)",
+        "worse than champion m/3 on first: 0.1 nats per token above it (needed: at most 0.05 above)",
     ),
     "its own bound": (
         NEW,
