@@ -97,6 +97,8 @@ def _utf16(head: bytes) -> str:
     ):
         if head.startswith(mark):
             return name if _decodes(head, name) else ""
+    if head.count(0) < len(head) / 20 and _decodes(head.replace(b"\0", b""), "utf-8"):
+        return ""  # a text with stray NULs
     for high, name in ((1, "utf-16-le"), (0, "utf-16-be")):
         highs, lows = head[high::2], head[1 - high :: 2]
         if 0 in highs and 0 not in lows and _share_of(highs, WRITTEN) > 0.95 and _decodes(head, name):

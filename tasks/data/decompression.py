@@ -40,7 +40,8 @@ def unpacked(file: io.BufferedReader, compression: str) -> io.BufferedReader:
     """Return a file's decompressed bytes; reading raises OSError where they are damaged or break off."""
     if compression == "xz":
         return _checked(lzma.LZMAFile(file))
-    if compression == "gzip" and _is_padded(file):
+    # pyarrow refuses the padding. Only a local file is looked at: not every server gives a file's end alone.
+    if compression == "gzip" and isinstance(file.raw, io.FileIO) and _is_padded(file):
         return _checked(gzip.GzipFile(fileobj=file))
     if compression == "zstd" and _window_log(file) > LONGEST_ARROW_WINDOW:
         return _checked(_long_zstd(file))

@@ -114,7 +114,7 @@ class _Encoder:
         return self.encoder
 
 
-_encoder = functools.cache(_Encoder)
+_encoder = functools.lru_cache(maxsize=1)(_Encoder)  # a process that tokenizes many corpora keeps the last
 
 
 def _compare(saved: SavedTokenizer, passages: Sequence[Passage]) -> None:
@@ -187,6 +187,10 @@ def new_gigatoken(file: Path) -> gigatoken.Tokenizer:
     model, kind = saved["model"], saved["model"].get("type")
     if kind != "BPE" or not (model.get("byte_fallback") or "ByteLevel" in json.dumps(saved["pre_tokenizer"])):
         raise ValueError(f"the tokenizer is a {kind} of characters, not a BPE of bytes")
+    if alone := [token["content"] for token in saved["added_tokens"] if token["single_word"] and not token["special"]]:
+        raise ValueError(
+            f"the tokenizer has tokens that are taken as whole words only: {', '.join(map(repr, alone[:3]))}"
+        )
     if model.get("dropout"):
         raise ValueError(f"the tokenizer drops merges by chance (dropout {model['dropout']:g})")
     saved["added_tokens"] = [token for token in saved["added_tokens"] if not token["special"]]

@@ -111,6 +111,15 @@ def find_new_text(
         raise ValueError("a night holds out a part of the new text: leave data.validation_path empty")
     skipped = SkippedDocuments(config.data.on_error)
     sources = find_sources(config.data, skipped)
+    for each in skipped.left_out:  # the night's own manifest, of links to what is new, cannot know of them
+        logger.log(
+            logging.INFO if each.asked else logging.WARNING,
+            "the night leaves out %s (%s, such as %s): %s",
+            counted(each.files, "file"),
+            each.kind,
+            each.example,
+            each.why,
+        )
     champion = _champion(config.model_name, tracking_uri=tracking_uri)
     if champion is None:
         return NightlyRun(

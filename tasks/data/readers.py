@@ -426,7 +426,9 @@ def _json_objects(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iter
         place = _space(content, place)
         inside = _value_at(found, wanted.json_field) if wanted.json_field else [found]
         if not isinstance(inside, list):
-            fields = _listed(key for key, value in found.items() if isinstance(value, list))
+            fields = _listed(
+                key for key, value in (found.items() if isinstance(found, dict) else ()) if isinstance(value, list)
+            )
             cure = f"; set data.json_field to one of its lists, {fields}" if fields != "none at all" else ""
             raise OSError(f"data.json_field={wanted.json_field} is no list in it{cure}")
         rows += inside
@@ -681,6 +683,8 @@ def _header_problem(header: list[str], delimiter: str, column: str) -> str:
         return f"has the column {column!r} {header.count(column)} times: rename all but one"
     if column in header:
         return ""
+    if column in [name.strip('"') for name in header]:
+        return f"has no column {column!r} but {_listed(header)}, in quotes; set data.table.quoting=csv"
     for other in DELIMITERS:
         if column in [name.strip('"') for name in delimiter.join(header).split(other)]:
             cure = f"set data.table.delimiter={other!r}"
@@ -717,7 +721,7 @@ def _arrow(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Pi
     import pyarrow
 
     try:
-        with span.source.open() as opened:
+        with span.source.open_unpacked() as opened:
             is_file = opened.peek(6).startswith(b"ARROW1")
             reader = pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
             if _columns(span, reader.schema, wanted, skipped, num_rows=0):

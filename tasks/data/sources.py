@@ -45,6 +45,7 @@ FORMATS: dict[str, Format] = {
     ".arrow": "arrow",
 }
 ARCHIVES = frozenset({".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".rar"})
+CACHES = "*cache-*.arrow"  # results of map and filter, which datasets keeps in a saved folder that it has loaded
 # Files that `save_to_disk` of the library datasets writes beside .arrow files; they hold no text.
 OF_DATASETS = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
 # Words in the names of files and folders that are a ready-made split.
@@ -342,7 +343,7 @@ def _chosen(
     kept = []
     for name in asked:
         path = PurePath(name)
-        if path.name in OF_DATASETS and str(path.parent) in beside_arrow:
+        if str(path.parent) in beside_arrow and (path.name in OF_DATASETS or fnmatch.fnmatchcase(name, CACHES)):
             continue
         if _suffixes(Path(name))[0] in FORMATS or _named_by(data.include, path):
             kept.append(name)
@@ -374,7 +375,8 @@ def _asked(name: str, data: DataConfig) -> bool:
 
 def _named_by(include: Iterable[str], path: PurePath) -> bool:
     """Whether a glob names the suffix of a file, which is then read as text whatever the suffix is."""
-    named = (glob for glob in include if glob != "*" and PurePath(glob).suffix == path.suffix)
+    suffix = path.suffix or path.name  # a file without one is named by its whole name
+    named = (glob for glob in include if (PurePath(glob).suffix or PurePath(glob).name) == suffix)
     return any(fnmatch.fnmatchcase(str(path), glob) for glob in named)
 
 

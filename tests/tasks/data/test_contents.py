@@ -366,3 +366,32 @@ def test_the_records_of_datasets_are_left_out_only_beside_its_files(tmp_path: Pa
     (root / "state.json").write_text(json.dumps({"text": "a state of the union"}))
     folder, _ = prepare(tmp_path, root)
     assert "a state of the union" in all_documents(folder)
+
+
+def test_a_stray_nul_in_a_text_is_no_utf16(tmp_path: Path) -> None:
+    for place in (10, 11):
+        text = bytearray(b"the quick brown fox jumps over the lazy dog\n" * 20)
+        text[place] = 0
+        (tmp_path / "a.txt").write_bytes(text)
+        with pytest.raises(ValueError, match=r"a\.txt holds NUL bytes, so it is not text"):
+            prepare(tmp_path, tmp_path / "a.txt")
+
+
+def test_what_datasets_caches_beside_a_saved_folder_is_not_read(tmp_path: Path) -> None:
+    import datasets
+
+    saved = datasets.Dataset.from_dict({"text": STORIES})
+    saved.save_to_disk(tmp_path / "saved")
+    loaded = datasets.load_from_disk(str(tmp_path / "saved"))
+    loaded.map(lambda row: {"text": row["text"].upper()})
+    assert list((tmp_path / "saved").glob("cache-*.arrow"))
+    folder, _ = prepare(tmp_path, tmp_path / "saved")
+    assert sorted(all_documents(folder)) == sorted(STORIES)
+
+
+def test_a_quoted_header_of_a_tsv_names_the_cure_that_helps(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('"id"\t"text"\n' + "".join(f'{n}\t"{text}"\n' for n, text in enumerate(STORIES)))
+    with pytest.raises(ValueError, match=r"in quotes; set data\.table\.quoting=csv"):
+        prepare(tmp_path, tmp_path / "a.tsv")
+    folder, _ = prepare(tmp_path, tmp_path / "a.tsv", table={"quoting": "csv"})
+    assert sorted(all_documents(folder)) == sorted(STORIES)

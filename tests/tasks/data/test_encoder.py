@@ -161,6 +161,10 @@ def words_and_all_else(tokenizer: Tokenizer) -> None:
     cuts_words(r"\w+|\W+")(tokenizer)
 
 
+def with_a_token_for_whole_words(tokenizer: Tokenizer) -> None:
+    tokenizer.add_tokens([AddedToken("cat", single_word=True)])
+
+
 def of_characters(tokenizer: Tokenizer) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 
@@ -174,6 +178,7 @@ def by_chance(tokenizer: Tokenizer) -> None:
     [
         (words_and_all_else, "no fast pretokenizer for"),
         (of_characters, "the tokenizer is a BPE of characters, not a BPE of bytes"),
+        (with_a_token_for_whole_words, "the tokenizer has tokens that are taken as whole words only: 'cat'"),
         (by_chance, "the tokenizer drops merges by chance (dropout 0.1)"),
     ],
 )

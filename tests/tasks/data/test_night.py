@@ -182,11 +182,13 @@ def test_a_slice_that_is_gone_is_said_and_left_out(store: Store, corpus: Path) -
     assert night.why.endswith("nothing older is replayed (not on this machine any more: first)")
 
 
-def test_nothing_new_is_said_with_the_numbers(store: Store, corpus: Path) -> None:
+def test_nothing_new_is_said_with_the_numbers(store: Store, corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
     register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
     night = night_of(config_of(corpus), store)
     assert night.config is not None
     trained(store, "two", night.config)
+    (corpus / "new.docx").write_bytes(b"PK\x03\x04" + b"\0" * 50)
     again = night_of(config_of(corpus), store)
     assert again.why == f"nothing new: tiny/2 knows the 1 file of {corpus}"
+    assert "the night leaves out 1 file (.docx, such as new.docx): " in caplog.text
     assert known_to(resolve("tiny@champion", tracking_uri=store.uri))

@@ -91,7 +91,10 @@ def test_a_run_that_was_deleted_in_mlflow_says_so_and_goes_on_once_it_is_gone_fo
         pass
     client = MlflowClient(f"sqlite:///{home}/mlflow.db")
     client.delete_run(run.mlflow_run_id)
-    with pytest.raises(ValueError, match=rf"restore it \(`mlflow runs restore --run-id {run.mlflow_run_id}`\), or "):
+    with pytest.raises(
+        ValueError,
+        match=rf"restore it \(`MLFLOW_TRACKING_URI=\S+ \S*mlflow runs restore --run-id {run.mlflow_run_id}`\), or ",
+    ):
         tracked(tiny_config(), run_id="r1", tags={}).__enter__()
     client._tracking_client.store._hard_delete_run(run.mlflow_run_id)  # as `mlflow gc` does
     with tracked(tiny_config(), run_id="r1", tags={}) as again:
