@@ -89,7 +89,9 @@ def test_a_package_for_another_python_is_installed_again_by_pip(
     made_up_wheel(tmp_path, python=ours, code="")
     setup_venv.mend(options, modules=("made_up",))
     told = capfd.readouterr()
-    assert told.err.count("made-up, as it was installed, does not work: pip installs it again") == 2
+    assert (
+        told.err.count("made-up, as it was installed, does not work (TypeError: 21 given): pip installs it again") == 2
+    )
     assert told.out.startswith("made_up and new processes work")
 
 
