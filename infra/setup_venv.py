@@ -133,7 +133,7 @@ def cpu_index(*, url: str = CPU_INDEX, devices: Path = Path("/dev")) -> str:
 
 
 def _pip(*words: str, output: int | None = None, check: bool = False) -> subprocess.CompletedProcess[str]:
-    """With `check` a pip that fails, which says why itself, ends this program."""
+    """Run pip, which says itself why it fails. `check`: its failure ends this program."""
     command = [str(PYTHON), "-m", "pip", *words, "--disable-pip-version-check"]
     done = subprocess.run(command, stdout=output, text=True)
     if check and done.returncode:

@@ -22,7 +22,7 @@ EVERY_BYTE = [*range(0x21, 0x7F), *range(0xA1, 0x800), *range(0x800, 0xD800, 0x1
 
 @dataclass(frozen=True)
 class Losses:
-    """Of some text: characters that are lost, their UTF-8 bytes, and unknown tokens."""
+    """The number of a text's characters that are lost, of their UTF-8 bytes, and of unknown tokens."""
 
     characters: int = 0
     num_bytes: int = 0

@@ -394,7 +394,8 @@ def _why_left_out(suffix: str, names: list[str], head: Callable[[str], bytes]) -
     """Return what files of a suffix are, by some of them, or how they can be read."""
     if _is_archive(names[0]):
         return f"{UNPACK}, or name it in data.exclude"
-    for name in dict.fromkeys((names[0], names[len(names) // 2], names[-1])):
+    looked_at = () if suffix in COMPRESSIONS else dict.fromkeys((names[0], names[len(names) // 2], names[-1]))
+    for name in looked_at:  # a compressed file's first bytes say nothing of its text
         try:
             problem = problem_of_bytes(head(name))
         except OSError as error:

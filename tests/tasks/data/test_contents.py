@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -395,3 +396,13 @@ def test_a_quoted_header_of_a_tsv_names_the_cure_that_helps(tmp_path: Path) -> N
         prepare(tmp_path, tmp_path / "a.tsv")
     folder, _ = prepare(tmp_path, tmp_path / "a.tsv", table={"quoting": "csv"})
     assert sorted(all_documents(folder)) == sorted(STORIES)
+
+
+def test_compressed_files_without_another_suffix_are_read_as_their_cure_says(tmp_path: Path) -> None:
+    root = tmp_path / "corpus"
+    root.mkdir()
+    (root / "part-0000.gz").write_bytes(gzip.compress("".join(STORIES).encode()))
+    with pytest.raises(ValueError, match=re.escape("""'data.include=["*","*.gz"]' reads it as text""")):
+        prepare(tmp_path, root)
+    folder, _ = prepare(tmp_path, root, include=["*", "*.gz"], text_unit="line")
+    assert sorted(text.strip() for text in all_documents(folder)) == sorted(text.strip() for text in STORIES)
