@@ -105,14 +105,21 @@ def test_an_extended_run_is_to_the_bit_the_one_that_was_long_from_the_start(
     assert losses(user_folder.home / json.loads(out)["run_id"] / "plan.json") == losses(begun / "plan.json")
 
 
-def test_force_goes_on_and_the_run_can_no_longer_be_reproduced(user_folder: UserFolder) -> None:
-    run_id = json.loads(user_folder.run("pretrain", str(user_folder.config), *SHORT, "--json")[0])["run_id"]
-    _, err = user_folder.run("resume", run_id, "train.learning_rate=0.001", "train.steps=30", "--force")
+def test_approval_that_a_resume_asks_for_is_not_passed_over_by_the_run(user_folder: UserFolder, begun: Path) -> None:
+    """The gates are those of the latest plan: the run neither promotes its model by itself nor waits in its flow."""
+    changed = ("train.steps=44", "gates.approval=prefect", "gates.min_improvement=-10")
+    outcome = json.loads(user_folder.run("resume", begun.name, *changed, "--json")[0])
+    assert (outcome["step"], outcome["alias"]) == (44, "challenger")
+    assert outcome["verdict"].startswith("waits for approval: ")
+
+
+def test_force_goes_on_and_the_run_can_no_longer_be_reproduced(user_folder: UserFolder, begun: Path) -> None:
+    _, err = user_folder.run("resume", begun.name, "train.learning_rate=0.001", "train.steps=50", "--force")
     assert "train.learning_rate 0.003 -> 0.001 (breaks exactness: step 6 had learning rate 0.003, would" in err
-    run = user_folder.mlflow_run(user_folder.home / run_id)
+    run = user_folder.mlflow_run(begun)
     assert (run.info.status, run.data.tags["shardline.exact"]) == ("FINISHED", "false")
-    assert TrainResult.read(user_folder.home / run_id / "result.json").step == 30
-    _, err = user_folder.run("reproduce", run_id, expect=2)
+    assert TrainResult.read(begun / "result.json").step == 50
+    _, err = user_folder.run("reproduce", begun.name, expect=2)
     assert "no single config gives its losses" in err
 
 
@@ -132,12 +139,3 @@ def test_a_run_that_its_hours_ended_is_registered_and_trains_on_with_more(user_f
     longer = f"train.max_hours={(trained_s + 10) / 3600}"
     more, err = user_folder.run("resume", first["run_id"], longer, "--json")
     assert json.loads(more)["step"] > first["step"]
-
-
-def test_approval_that_a_resume_asks_for_is_not_passed_over_by_the_run(user_folder: UserFolder) -> None:
-    """The gates are those of the latest plan: the run neither promotes its model by itself nor waits in its flow."""
-    run_id = json.loads(user_folder.run("pretrain", str(user_folder.config), *SHORT, "--json")[0])["run_id"]
-    changed = ("train.steps=24", "gates.approval=prefect", "gates.min_improvement=-10")
-    outcome = json.loads(user_folder.run("resume", run_id, *changed, "--json")[0])
-    assert (outcome["step"], outcome["alias"]) == (24, "challenger")
-    assert outcome["verdict"].startswith("waits for approval: ")
