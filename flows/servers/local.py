@@ -40,7 +40,7 @@ READY_WITHIN_S = 120  # a first start migrates two databases; 15 s on 2 cores
 POLL_S = 0.1
 STOP_WITHIN_S = 15
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
-TITLES = {"prefect": "Prefect", "mlflow": "MLflow", "worker": "worker"}
+TITLES = {"prefect": "Prefect", "mlflow": "MLflow", "worker": "the worker"}
 
 
 def up(*, prefect_port: int, mlflow_port: int, password: bool = True) -> dict[str, str]:
@@ -179,12 +179,12 @@ def _worker_is_online() -> bool:
 
 
 def _wait(name: str, is_ready: Callable[[], bool]) -> None:
-    with time_progress(f"waiting for the {TITLES[name]}, at most {READY_WITHIN_S} s"):
+    with time_progress(f"waiting for {TITLES[name]}, at most {READY_WITHIN_S} s"):
         until(lambda: is_ready() or not _process(name), timeout_s=READY_WITHIN_S, every_s=POLL_S)
     if not is_ready():
         log = _folder() / f"{name}.log"
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
-        raise RuntimeError(f"the {TITLES[name]} did not come up ({log}):\n{tail}")
+        raise RuntimeError(f"{TITLES[name]} did not come up ({log}):\n{tail}")
 
 
 def _answers(url: str, path: str) -> bool:

@@ -76,7 +76,7 @@ def rooms() -> dict[str, Room]:
         for room in (
             Room("flows", "flows", "the story, and how people reach it", rows_of("flows", every["flows"])),
             Room("tasks", "tasks", "one verb each: records in, records out", rows_of("tasks", every["tasks"])),
-            Room("ranks", "training, with torch", "runs on ranks, under torchrun", rows_of("training", with_torch)),
+            Room("ranks", "training, with torch", "runs on ranks", rows_of("training", with_torch)),
             Room("contract", "training, without torch", "what every machine knows", rows_of("training", TORCH_FREE)),
             Room("infra", "infra", "Docker, hosts, images", (("infra",),)),
         )
