@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 from typing import Any
 
 from prefect.runtime import flow_run
@@ -18,6 +19,8 @@ from tasks.display.markdown import escape_markdown
 from tasks.workspace.paths import tracking_uri
 from training.config.credentials import PublicText
 from training.config.run import RunConfig
+
+logger = logging.getLogger(__name__)
 
 
 def night_name() -> str:
@@ -49,6 +52,7 @@ def pretrain_nightly(
     night = find_new_text(
         config, min_new_mib=min_new_mib, replay=replay, max_slices=max_slices, tracking_uri=tracking_uri()
     )
+    logger.info(night.why)
     show_markdown(escape_markdown(night.why), key="new-text", description="New text in the corpus")
     if night.config is None:
         skipped: State[Any] = Completed(name="Skipped", message=night.why)

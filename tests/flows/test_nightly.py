@@ -34,7 +34,8 @@ FEW = {
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
-def night(user: UserFolder) -> dict[str, str]:
+def night(user: UserFolder, *, says: str) -> dict[str, str]:
+    """Its outcome. `says`: words of what it logs."""
     config = yaml.safe_load(user.config.read_text()) | FEW
     unset = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
@@ -45,18 +46,18 @@ def night(user: UserFolder) -> dict[str, str]:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, says in done.stderr) == (0, True), done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def test_the_second_night_goes_on_with_new_text_and_replays_the_first(tmp_path: Path, begun_home: Path) -> None:
     user = UserFolder(tmp_path, begun=begun_home)
-    first = night(user)
-    assert night(user) == {}, "nothing is new"
+    first = night(user, says="verses has no champion yet: new to it is all of 40 files")
+    assert night(user, says="nothing new: verses/1 knows the 40 files") == {}
     for number in range(30):
         (user.corpus / f"new-{number}.txt").write_text(f"ships sing of number {number}\n" * 12)
-    second = night(user)
+    second = night(user, says="new to verses/1: 30 of 70 files")
     before, plan = (RunPlan.read(user.home / each["run_id"] / "plan.json") for each in (first, second))
     new, old = plan.sources
     assert old.name == "first"
