@@ -149,8 +149,8 @@ class Packs:
     A document longer than the context is cut every `context` tokens; these pieces are sequences, and come first. What
     remains of it is packed like a document. Of equal length, the one earlier in the stream is packed earlier.
 
-    Tables over all documents take 12 bytes for each, per process: 10 million take 120 MB, made once in about 2 s, with
-    600 MB for a moment. They are made when sequences are asked for; their number needs only the documents' lengths.
+    Tables over all documents take 13 to 16 bytes for each, per process: 10 million take 150 MB, made in 2 to 4 s, with
+    470 MB meanwhile. They are made when sequences are asked for; their number needs only the documents' lengths.
     """
 
     def __init__(self, bounds: np.ndarray, *, context: int) -> None:

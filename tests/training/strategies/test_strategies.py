@@ -60,7 +60,7 @@ DATA: dict[str, dict[str, Any]] = {
     # The epoch ends within a batch: some ranks' last sequences are empty.
     "uneven": {"train__packing": "padded", "train__max_epochs": 0.18},
     # Of each document 72 tokens alone, and the other 28 with those of another and 16 places of padding.
-    "best-fit": {"train__packing": "best-fit", "train__context": 72, "train__max_epochs": 2.4},
+    "best-fit": {"train__packing": "best-fit", "train__context": 72, "train__max_epochs": 0.9},
 }
 
 
