@@ -2,7 +2,7 @@
 
 The longest item comes first, and each goes into the bin with the least room that still takes it. Items of one length
 are alike, and so are bins with equal room, so that whole runs of items are placed at once: the time grows with the
-number of lengths, not of items (10 million documents in sequences of 8,192 tokens: 0.05 s).
+number of lengths, not of items (10 million documents in sequences of 8,192 tokens: 0.05 to 0.2 s).
 """
 
 from __future__ import annotations
