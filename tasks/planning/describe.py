@@ -48,7 +48,7 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
         ("vocabulary, context", f"{plan.vocab_size:,} tokens, {plan.config.train.context:,} positions"),
         ("strategy", f"{plan.strategy} on {layout} {devices}, {plan.describe_precision}"),
         ("global batch", f"{sequences} = {plan.batch_tokens:,} tokens: {_micro_batches(plan)}"),
-        ("steps", f"{counted(plan.steps, 'step')}, {plan.steps * plan.batch_tokens:,} tokens"),
+        ("steps", f"{counted(plan.steps, 'step')}, {plan.tokens:,} tokens"),
         ("memory per rank", f"{memory:.2f} GiB predicted ({parts})"),
         ("compute", f"{predicted.flops_per_token / 1e6:,.1f} MFLOP per token (6N + 12LHQT)"),
         (
@@ -69,7 +69,7 @@ def _likely(plan: RunPlan) -> str:
 
 
 def _describe_cost(plan: RunPlan) -> list[tuple[str, str]]:
-    tokens, currency = plan.steps * plan.batch_tokens, plan.config.prices.currency
+    tokens, currency = plan.tokens, plan.config.prices.currency
     hours = f"{format_amount(plan.device_hours)} {device_noun(plan.device_kind)} hours predicted"
     rows = [("device hours", f"{hours}, {format_amount(per_1b(plan.device_hours, tokens))} per 1B tokens")]
     if plan.price_per_hour is not None and plan.cost is not None:

@@ -22,7 +22,7 @@ SMALLER = {  # beside --quick; --tiny: on a CPU
     "training": ["--sizes", "shakespeare-char"],
     "fault_simulation": ["--seeds", "40"],
 }
-IN_SECONDS = {"planner_vs_published", "fault_simulation"}
+IN_SECONDS = {"planner_vs_published", "fault_simulation", "packing"}
 
 
 def benchmarks() -> list[str]:

@@ -22,7 +22,7 @@ from training.shards.packing import one_epoch
 
 CPU = torch.device("cpu")
 FIRST = 2
-PACKINGS = ("stream", "documents", "padded")
+PACKINGS = ("stream", "documents", "padded", "best-fit")
 CONTEXT = 16
 BERT = {"model__architecture": "bert", "model__kv_heads": 0}
 NUM_TOKENS = {"train": 1003, "validation": 217}

@@ -51,12 +51,13 @@ class TrainConfig(Section):
         "until it fits in memory, and with compile=auto layers are left uncompiled if compiling fails. auto: on GPUs, "
         "if micro_batch is 0 or compile=auto has chosen to compile.",
     )
-    packing: Literal["stream", "documents", "padded"] = Field(
+    packing: Literal["stream", "documents", "padded", "best-fit"] = Field(
         "stream",
         description="How documents fill sequences. stream: documents follow each other, and attention crosses their "
         "borders. documents: documents follow each other, but attention and positions stay within each "
         "document. padded: each document starts a new sequence, is cut at the context length, and its "
-        "last piece is padded.",
+        "last piece is padded. best-fit: several whole documents fill a sequence and are cut only if they are longer "
+        "than the context; what stays free is padded, and attention and positions stay within each document.",
     )
     learning_rate: float = Field(3e-4, gt=0, le=10, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(

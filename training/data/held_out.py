@@ -11,7 +11,7 @@ import torch
 from training.data.batch import Batch
 from training.data.loader import make_batch
 from training.records.plan import RankPlan
-from training.shards.packing import Pieces, Windows, sequences_by_source, sequences_of
+from training.shards.packing import Rows, Sequences, sequences_by_source, sequences_of
 from training.shards.stream import TokenStream
 
 
@@ -53,7 +53,7 @@ class HeldOut:
         self,
         plan: RankPlan,
         stream: TokenStream,
-        sequences: Windows | Pieces,
+        sequences: Sequences,
         *,
         rank: int,
         world_size: int,
@@ -66,18 +66,17 @@ class HeldOut:
             numbers = np.linspace(0, len(sequences) - 1, limit).astype(int)
         micro_batches = plan.micro_batches if world_size == plan.dp else (min(plan.micro_batches),) * world_size
         together = sum(micro_batches)
-        self.spans = np.zeros((-(-len(numbers) // together) * together, 3), np.int64)
-        self.spans[: len(numbers)] = sequences.spans(numbers)
-        self.firsts = range(sum(micro_batches[:rank]), len(self.spans), together)
+        filled_up = -(-len(numbers) // together) * together
+        self.rows = Rows.placed([(np.arange(len(numbers)), sequences.rows(numbers))], num=filled_up)
+        self.firsts = range(sum(micro_batches[:rank]), filled_up, together)
         self.micro_batch = micro_batches[rank]
 
     def __len__(self) -> int:
         return len(self.firsts)
 
     def __iter__(self) -> Iterator[tuple[Batch, np.ndarray]]:
-        context = np.arange(self.plan.config.train.context)
         for first in self.firsts:
-            own = self.spans[first : first + self.micro_batch]
-            batch = make_batch(self.plan, self.stream, own, keys=own[:, 1].tolist(), partial=True)
-            places = np.minimum(own[:, 1:2] + context, len(self.stream) - 1)
+            own = self.rows[first : first + self.micro_batch]
+            places = own.places(self.plan.config.train.context)
+            batch = make_batch(self.plan, self.stream, own, keys=places[:, 0].tolist(), partial=True)
             yield batch.each(lambda tensor: tensor.to(self.device, non_blocking=True)), places

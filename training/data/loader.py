@@ -24,7 +24,15 @@ from training.data.read_ahead import ReadAhead
 from training.data.shuffle import random_keys, shuffled
 from training.records.plan import RankPlan, RunPlan
 from training.shards.mixture import Mixture
-from training.shards.packing import PADDING, document_rows, positions_within, read_rows, sequences_by_source
+from training.shards.packing import (
+    OWN_DOCUMENT,
+    PADDING,
+    Rows,
+    document_rows,
+    positions_within,
+    read_rows,
+    sequences_by_source,
+)
 from training.shards.stream import TokenStream
 
 logger = logging.getLogger(__name__)
@@ -77,25 +85,27 @@ class Loader:
         return Share([whole.each(operator.itemgetter(slice(start, start + rows))) for start in starts], num_targets)
 
     def spans(self, step: int) -> np.ndarray:
-        """Return int64 [sequences of this rank, 3]: the spans that they are read from (training/shards/packing.py)."""
-        spans, _ = self._ordered(step // self._steps_at_once)
-        return spans[step % self._steps_at_once, self.micro_batches.sequences(self.dp_rank)]
+        """Return int64 [n, 3]: what this rank's sequences are read from, in order (training/shards/packing.py)."""
+        return self._global_batch(step)[0][self.micro_batches.sequences(self.dp_rank)].spans
 
     def num_tokens(self, step: int) -> int:
         """Return the tokens in all ranks' shares of `step`, without padding; masked models predict some of them."""
-        spans, num_targets = self._ordered(step // self._steps_at_once)
-        if self.plan.config.objective == "causal":
-            return int(num_targets[step % self._steps_at_once])
-        lengths = spans[step % self._steps_at_once, :, 2] - spans[step % self._steps_at_once, :, 1]
-        return int(lengths.sum())
+        rows, num_targets = self._global_batch(step)
+        return num_targets if self.plan.config.objective == "causal" else int(rows.lengths.sum())
 
-    def tokens_by_source(self, steps: int) -> dict[str, float]:
-        """Return `tokens_seen/NAME` of a mixture's sources after `steps` steps; empty if there is only one source."""
-        if self.mixture is None:
-            return {}
-        counts = self.mixture.counts(min(steps * self.plan.config.train.global_batch, self.plan.sequences)).tolist()
-        sources = zip(self.plan.sources, counts, strict=True)
-        return {f"tokens_seen/{each.name}": count * each.tokens / max(1, each.sequences) for each, count in sources}
+    def text_figures(self, steps: int) -> dict[str, float]:
+        """Return, of the text after `steps` steps, `tokens_seen/NAME` of a mixture's sources, and
+        `cut_documents_share` if the packing counts documents: both by the epochs of each source that are done.
+        """
+        plan = self.plan
+        num_sequences = min(steps * plan.config.train.global_batch, plan.sequences)
+        counts = [num_sequences] if self.mixture is None else self.mixture.counts(num_sequences).tolist()
+        seen = [(each, count, max(1, each.sequences)) for each, count in zip(plan.sources, counts, strict=False)]
+        figures = {f"tokens_seen/{each.name}": count * each.tokens / one for each, count, one in seen if plan.mixture}
+        if documents := sum(count * each.documents / one for each, count, one in seen):
+            cut = sum(count * each.cut_documents / one for each, count, one in seen)
+            figures["cut_documents_share"] = cut / documents
+        return figures
 
     def close(self) -> None:
         """Wait for the step that the thread is preparing, and end the thread."""
@@ -137,44 +147,47 @@ class Loader:
 
     def _prepare(self, step: int) -> tuple[Batch, int]:
         """Return all sequences of this rank for `step` as one Batch in host memory, and the step's targets."""
-        spans, num_targets = self._ordered(step // self._steps_at_once)
+        rows, num_targets = self._global_batch(step)
         own, first = self.micro_batches.sequences(self.dp_rank), step * self.plan.config.train.global_batch
         places = range(first + own.start, first + own.stop)
-        batch = make_batch(self.plan, self.stream, spans[step % self._steps_at_once, own], keys=places)
+        batch = make_batch(self.plan, self.stream, rows[own], keys=places)
         if self.device.type == "cuda":
             batch = batch.each(Tensor.pin_memory)
-        return batch, int(num_targets[step % self._steps_at_once])
+        return batch, num_targets
 
-    def _order(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return spans [steps, global batch, 3] and numbers of targets [steps] of `_steps_at_once` steps in a row."""
+    def _global_batch(self, step: int) -> tuple[Rows, int]:
+        """Return the sequences of all ranks, and the number of their targets."""
+        rows, num_targets = self._ordered(step // self._steps_at_once)
+        number, size = step % self._steps_at_once, self.plan.config.train.global_batch
+        return rows[number * size : (number + 1) * size], int(num_targets[number])
+
+    def _order(self, block: int) -> tuple[Rows, np.ndarray]:
+        """Return the sequences of `_steps_at_once` steps in a row, and the number of targets of each step."""
         train = self.plan.config.train
         num_places = self._steps_at_once * train.global_batch
         places = np.arange(block * num_places, (block + 1) * num_places)
-        spans = np.zeros((num_places, 3), np.int64)  # steps beyond the plan's sequences stay empty
+        parts = []  # steps beyond the plan's sequences stay empty
         if self.mixture is None:
             here = places < self.plan.sequences
-            spans[here] = self._spans_of(0, places[here], key=(train.seed,))
+            parts.append((np.flatnonzero(here), self._rows_of(0, places[here], key=(train.seed,))))
         else:
             places = _within_batches(places, global_batch=train.global_batch, seed=train.seed)
             sources, numbers = self.mixture.draw(places)
             for source in range(self.mixture.num_sources):
                 here = (sources == source) & (places < self.plan.sequences)
-                spans[here] = self._spans_of(source, numbers[here], key=(train.seed, source))
-        by_step = spans.reshape(self._steps_at_once, train.global_batch, 3)
-        return by_step, num_predicted(self.plan, by_step[..., 2] - by_step[..., 1]).sum(axis=1)
+                parts.append((np.flatnonzero(here), self._rows_of(source, numbers[here], key=(train.seed, source))))
+        rows = Rows.placed(parts, num=num_places)
+        return rows, num_predicted(self.plan, rows.lengths).reshape(-1, train.global_batch).sum(axis=1)
 
-    def _spans_of(self, source: int, numbers: np.ndarray, *, key: tuple[int, ...]) -> np.ndarray:
-        """Return spans [n, 3] of a source's sequences.
-
-        `numbers` [n] count through its epochs; each has another order.
-        """
+    def _rows_of(self, source: int, numbers: np.ndarray, *, key: tuple[int, ...]) -> Rows:
+        """Return a source's sequences; `numbers` [n] count through its epochs, each of which has another order."""
         sequences = self.sequences[source]
         epochs, positions = np.divmod(numbers, len(sequences))
         shuffled_numbers = np.empty_like(numbers)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             shuffled_numbers[here] = shuffled(positions[here], length=len(sequences), key=(*key, int(epoch)))
-        return sequences.spans(shuffled_numbers)
+        return sequences.rows(shuffled_numbers)
 
 
 def _within_batches(places: np.ndarray, *, global_batch: int, seed: int) -> np.ndarray:
@@ -186,32 +199,28 @@ def _within_batches(places: np.ndarray, *, global_batch: int, seed: int) -> np.n
 def documents_in(plan: RunPlan, *, step: int, dp_rank: int, micro_batches: MicroBatches | None = None) -> list[int]:
     """Return the numbers, within the training split, of the documents whose tokens are in a rank's share of `step`."""
     loader = Loader(plan, dp_rank=dp_rank, device=torch.device("cpu"), micro_batches=micro_batches)
-    spans = [(begin, stop) for begin, first, stop in loader.spans(step).tolist() if first < stop]
+    spans = loader.spans(step)[:, [0, 2]].tolist()
     return sorted({int(number) for span in spans for number in np.unique(loader.stream.document_ids(*span))})
 
 
-def make_batch(
-    plan: RankPlan, stream: TokenStream, spans: np.ndarray, *, keys: Iterable[int], partial: bool = False
-) -> Batch:
-    """Read n sequences from spans [n, 3] into host memory. A sequence's key determines its masks. `partial`: some may
-    be shorter than the context, at the end of the split.
+def make_batch(plan: RankPlan, stream: TokenStream, rows: Rows, *, keys: Iterable[int], partial: bool = False) -> Batch:
+    """Read sequences into host memory. A sequence's key determines its masks. `partial`: some may be shorter than the
+    context, at the end of the split.
     """
-    train, lengths = plan.config.train, spans[:, 2] - spans[:, 1]
-    rows = read_rows(stream, spans, context=train.context, end_id=plan.end_id)
+    train, lengths = plan.config.train, rows.lengths
+    inputs, tokens = read_rows(stream, rows, context=train.context, end_id=plan.end_id)
     padding = np.arange(train.context) >= lengths[:, None]
     causal = plan.config.objective == "causal"
     if causal:
-        inputs = np.where(padding, plan.end_id, rows[:, :-1])
-        targets = np.where(padding, IGNORED, rows[:, 1:])
+        targets = np.where(padding, IGNORED, tokens)
     else:
-        inputs, targets = rows[:, 1:].copy(), np.full_like(padding, IGNORED, np.int64)
+        inputs, targets = tokens, np.full_like(tokens, IGNORED)
         for row, (length, key) in enumerate(zip(lengths.tolist(), keys, strict=True)):
-            inputs[row, :length], targets[row, :length] = mask_tokens(
-                plan, rows[row, 1 : 1 + length], key=(train.seed, key)
-            )
+            inputs[row, :length], targets[row, :length] = mask_tokens(plan, tokens[row, :length], key=(train.seed, key))
     batch = Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
-    if train.packing == "documents":
-        numbers = document_rows(stream, spans, context=train.context)
+    if train.packing in OWN_DOCUMENT:
+        whole = train.packing == "best-fit"  # a span holds one document, or a piece of one
+        numbers = rows.numbers(train.context) if whole else document_rows(stream, rows, context=train.context)
         positions = torch.from_numpy(positions_within(numbers))
         return replace(batch, positions=positions, documents=torch.from_numpy(numbers))
     if not causal and (train.packing == "padded" or partial):  # bidirectional attention must not see the padding

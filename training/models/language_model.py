@@ -255,7 +255,7 @@ class LanguageModel(nn.Module):
         Such a class makes its own attention mask (windows, biases), so it is told only which tokens are padding. Where
         all are, as they predict nothing, none is called so: a mean over no tokens would be NaN.
         """
-        assert positions is None, "the plan refuses packing=documents for such classes"
+        assert positions is None, "the plan refuses packings with positions for such classes"
         if documents is None:
             return {"input_ids": inputs}
         is_text = documents != PADDING

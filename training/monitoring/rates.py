@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from training.records.plan import RunPlan
+from training.shards.packing import BY_DOCUMENT
 
 RATES = ("samples_per_s", "tokens_per_s", "step_ms", "matmul_share", "mfu")
 
@@ -66,7 +67,7 @@ class Rates:
     ) -> None:
         self.plan, self.device, self.step, self.tokens = plan, device, start, tokens
         self.recent, self.since, self.is_paused = Throughput(), time.perf_counter(), False
-        self.sent_bytes, self.last_row_step = 0, start
+        self.sent_bytes, self.last_row_step, self.last_row_tokens = 0, start, tokens
         self.first_row: tuple[int, float] | None = None  # step and time of the last row
         self.after_first_row, self.train_s = Throughput(), 0.0
         # An attempt that finds all steps finished computes no rates: the last logged ones stay.
@@ -93,7 +94,9 @@ class Rates:
         if self.first_row is not None:
             self.after_first_row += self.recent
         self.recent = Throughput()
-        return self.latest | self._eta(now) | self._communication()
+        found = self.latest | self._eta(now) | self._communication() | self._padding()
+        self.sent_bytes, self.last_row_step, self.last_row_tokens = 0, self.step, self.tokens
+        return found
 
     def _eta(self, now: float) -> dict[str, float]:
         """Seconds to the last step at the pace since the first row, pauses included; the first step is no measure."""
@@ -105,9 +108,17 @@ class Rates:
 
     def _communication(self) -> dict[str, float]:
         """Return the MiB that this rank sent per step since the last row; empty if its strategy does not count them."""
-        sent_bytes, steps = self.sent_bytes, self.step - self.last_row_step
-        self.sent_bytes, self.last_row_step = 0, self.step
-        return {"communication_mib": sent_bytes / steps / 2**20} if sent_bytes else {}
+        if not self.sent_bytes:
+            return {}
+        return {"communication_mib": self.sent_bytes / (self.step - self.last_row_step) / 2**20}
+
+    def _padding(self) -> dict[str, float]:
+        """Return the share of places without a token in all sequences since the last row, if the packing pads them."""
+        train = self.plan.config.train
+        first, last = (min(n * train.global_batch, self.plan.sequences) for n in (self.last_row_step, self.step))
+        if train.packing not in BY_DOCUMENT or first == last:
+            return {}
+        return {"padding_share": 1 - (self.tokens - self.last_row_tokens) / ((last - first) * train.context)}
 
     def overall(self) -> dict[str, Any]:
         """Return a TrainResult's rates, without the first step, which compiles, if there are others."""

@@ -30,8 +30,7 @@ def plan_sources(
     """
     if not data.sources:
         (one,) = epoch
-        times = sequences / one.sequences
-        return (PlannedSource(name=data.described, sequences=one.sequences, tokens=one.tokens, epochs=times),), ()
+        return (PlannedSource(name=data.described, epochs=sequences / one.sequences, **one._asdict()),), ()
     names = [source.label for source in data.sources]
     of_each = zip(data.sources, epoch, strict=True)
     if short := [source.label for source, one in of_each if source.seen and not one.sequences]:
@@ -48,7 +47,7 @@ def plan_sources(
             phases.append(MixturePhase(first_step=first, shares=_normalized(_by_sequence(weights, epoch))))
     counts = Mixture(phases, global_batch=global_batch).counts(sequences).tolist()
     planned = (
-        PlannedSource(name=name, sequences=one.sequences, tokens=one.tokens, epochs=count / max(1, one.sequences))
+        PlannedSource(name=name, epochs=count / max(1, one.sequences), **one._asdict())
         for name, one, count in zip(names, epoch, counts, strict=True)
     )
     return tuple(planned), tuple(phases)
@@ -71,6 +70,20 @@ def describe_sources(data: DataConfig, sources: Sequence[PlannedSource], *, step
         if phase.first_step(steps) >= steps
     )
     return [f"text: {'; '.join(each)}", *late]
+
+
+def describe_packing(sources: Sequence[PlannedSource], *, packing: str, context: int) -> list[str]:
+    """Return a sentence on cut documents and padding in what the run sees, if the packing counts documents."""
+    documents = sum(source.epochs * source.documents for source in sources)
+    if not documents:
+        return []
+    cut = sum(source.epochs * source.cut_documents for source in sources) / documents
+    places = context * sum(source.epochs * source.sequences for source in sources)
+    padding = 1 - sum(source.epochs * source.tokens for source in sources) / places
+    return [
+        f"text: train.packing={packing} cuts {cut:.2%} of the documents, those longer than train.context = "
+        f"{context:,} tokens, and {padding:.2%} of the places in sequences are padding"
+    ]
 
 
 def warn_of_repeats(sources: Sequence[PlannedSource]) -> list[str]:
@@ -112,7 +125,7 @@ def _times(source: SourceConfig) -> float:
 
 
 def _by_sequence(weights: Sequence[float], epoch: Sequence[Epoch]) -> list[float]:
-    """Turn weights of tokens into weights of sequences, which under packing=padded have different numbers of tokens."""
+    """Turn weights of tokens into weights of sequences, which under some packings have different numbers of tokens."""
     return [weight * one.sequences / max(1, one.tokens) for weight, one in zip(weights, epoch, strict=True)]
 
 

@@ -18,7 +18,7 @@ from training.planner.chosen_layout import ChosenLayout
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
 from training.planner.job import KNOWN_ARCHITECTURES
-from training.planner.mixture import describe_sources, one_pass, plan_sources, warn_of_repeats
+from training.planner.mixture import describe_packing, describe_sources, one_pass, plan_sources, warn_of_repeats
 from training.planner.model_shape import ASSUMED_VOCAB, check_positions, model_shape, vocab_size
 from training.planner.precision import ChosenPrecision, own_precisions, resolved_precision
 from training.planner.pricing import predict, price_memory_copies, seconds_of
@@ -29,7 +29,7 @@ from training.records.inventory import Host, Inventory
 from training.records.plan import ModelShape, Prediction, RunPlan
 from training.records.token_shards import TokenShards
 from training.records.words import counted, format_duration
-from training.shards.packing import Epoch
+from training.shards.packing import OWN_DOCUMENT, Epoch
 
 # Share of train.steps, because rates that were measured beside other programs can be a tenth of the true ones.
 FEWEST_STEPS = 0.2
@@ -149,7 +149,8 @@ def _text(
         return {}, []
     batch = config.train.global_batch
     sources, mixture = plan_sources(config.data, epoch, steps=steps, sequences=sequences, global_batch=batch)
-    reasons = describe_sources(config.data, sources, steps=steps) + warn_of_repeats(sources)
+    packing = describe_packing(sources, packing=config.train.packing, context=config.train.context)
+    reasons = describe_sources(config.data, sources, steps=steps) + packing + warn_of_repeats(sources)
     return {"sources": sources, "mixture": mixture}, reasons
 
 
@@ -335,9 +336,10 @@ def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:
 
 
 def _check_packing(config: RunConfig, shape: ModelShape) -> None:
-    if config.train.packing == "documents" and shape.architecture not in KNOWN_ARCHITECTURES:
+    packing = config.train.packing
+    if packing in OWN_DOCUMENT and shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(
-            f"train.packing=documents needs a model whose attention can be masked ({', '.join(KNOWN_ARCHITECTURES)}); "
+            f"train.packing={packing} needs a model whose attention can be masked ({', '.join(KNOWN_ARCHITECTURES)}); "
             f"a {shape.architecture} model has its own: set train.packing=padded, or stream"
         )
 
@@ -446,7 +448,7 @@ def length(config: RunConfig, epoch: Sequence[Epoch] | None, *, steps_in_time: i
     train, sequence_tokens = config.train, float(config.train.context)
     if epoch is not None:
         whole = one_pass(config.data, epoch)
-        sequence_tokens = whole.tokens / whole.sequences  # on average, because packing=padded leaves some places empty
+        sequence_tokens = whole.tokens / whole.sequences  # on average, because some packings leave places empty
     limits = [(train.steps, train.steps * train.global_batch, "train.steps")]
     if train.max_tokens:
         steps = max(1, int(train.max_tokens / sequence_tokens / train.global_batch))

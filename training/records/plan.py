@@ -87,12 +87,18 @@ def unmeasured_parts(device_kind: str) -> tuple[str, ...]:
 
 
 class PlannedSource(Record):
-    """A source of the text: the sequences and tokens of one epoch of it, and the epochs that the run sees."""
+    """A source of the text: the sequences and tokens of one epoch of it, and the epochs that the run sees.
+
+    `documents` in one epoch, and those of them longer than the context, which are cut: 0 in packings that cut the
+    stream wherever a sequence ends, and in plans of earlier versions.
+    """
 
     name: str
     sequences: int
     tokens: int
     epochs: float
+    documents: int = 0
+    cut_documents: int = 0
 
 
 class MixturePhase(Record):
@@ -377,6 +383,13 @@ class RunPlan(RankPlan):
     def batch_tokens(self) -> int:
         """Tokens per optimizer step, over all ranks."""
         return self.config.train.global_batch * self.config.train.context
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all steps, over all ranks, without padding where the plan knows the text."""
+        if not self.sources:
+            return self.steps * self.batch_tokens
+        return round(sum(source.epochs * source.tokens for source in self.sources))
 
 
 class CustomProgramPlan(Record):

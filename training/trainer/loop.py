@@ -50,7 +50,7 @@ def fit(
             reporter.write(step - 1, memory_checkpoint_stall_ms=1000 * stalled_s)
         if stopped_by or step == state.start + 1 or _every(step, config.train.log_every_steps):
             row = meter.row()
-            row |= state.loader.tokens_by_source(step)
+            row |= state.loader.text_figures(step)
             reporter.write(step, learning_rate=rate, elapsed_s=stopper.elapsed_s, **row)
         if _validates(step, config.evaluation.every_steps, stopped_by):
             with meter.paused(), evaluation_mode(state.model):

@@ -82,7 +82,7 @@ def plan(shards: Path, *, packing: str = "stream") -> RunPlan:
     return plan_of(shards, train__steps=STEPS, train__global_batch=8, train__packing=packing)
 
 
-@pytest.mark.parametrize("packing", ["stream", "documents", "padded"])
+@pytest.mark.parametrize("packing", ["stream", "documents", "padded", "best-fit"])
 def test_another_machine_trains_on_the_same_batches_without_making_a_token(
     packing: str, s3: S3Server, corpus: Path, tmp_path: Path
 ) -> None:

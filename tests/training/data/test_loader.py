@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
 from pathlib import Path
@@ -31,7 +32,7 @@ from training.data.held_out import held_out_by_source
 from training.data.loader import Loader, documents_in
 from training.data.shuffle import shuffled
 from training.records.plan import RunPlan
-from training.shards.packing import one_epoch
+from training.shards.packing import BY_DOCUMENT, PADDING, one_epoch
 from training.shards.stream import TokenStream
 
 
@@ -79,7 +80,7 @@ def test_the_global_batch_depends_neither_on_ranks_nor_on_micro_batch(
 def test_an_epoch_predicts_every_token_once(packing: str, shards: Path) -> None:
     plan = one_pass(shards, ranks=3, train__packing=packing)
     whole_windows = (NUM_TOKENS["train"] - 1) // CONTEXT
-    expected = np.arange(NUM_TOKENS["train"]) if packing == "padded" else np.arange(1, whole_windows * CONTEXT + 1)
+    expected = np.arange(NUM_TOKENS["train"]) if packing in BY_DOCUMENT else np.arange(1, whole_windows * CONTEXT + 1)
     assert np.array_equal(np.sort(predicted(plan)), expected)
 
 
@@ -89,8 +90,8 @@ def test_each_epoch_has_its_own_order_and_batches_go_on_over_its_end(packing: st
     plan = plan_of(shards, train__packing=packing, train__steps=40, train__global_batch=7, train__micro_batch=7)
     places = predicted(plan)
     counts = np.bincount(places, minlength=NUM_TOKENS["train"])
-    ((sequences, _),) = one_epoch(shards, packing=packing, context=CONTEXT)
-    epochs = 40 * 7 // sequences
+    (epoch,) = one_epoch(shards, packing=packing, context=CONTEXT)
+    sequences, epochs = epoch.sequences, 40 * 7 // epoch.sequences
     assert epochs >= 2
     assert set(counts[1 : NUM_TOKENS["train"] // CONTEXT * CONTEXT]) <= {epochs, epochs + 1}
     first, second = (places[start : start + 300] for start in (0, len(places) * sequences // 280))
@@ -118,7 +119,7 @@ def test_another_seed_is_another_order(shards: Path) -> None:
 def test_the_uneven_last_batch_keeps_its_shape_and_counts_what_is_there(
     packing: str, model: dict[str, Any], shards: Path
 ) -> None:
-    plan = one_pass(shards, ranks=3, train__micro_batch=1, train__packing=packing, **model)
+    plan = one_pass(shards, ranks=3, train__micro_batch=1, train__packing=packing, train__max_epochs=1.1, **model)
     assert plan.sequences < plan.steps * 21
     for step in range(plan.steps):
         shares = [Loader(plan, dp_rank=rank, device=CPU).share(step) for rank in range(3)]
@@ -135,7 +136,7 @@ def test_the_uneven_last_batch_keeps_its_shape_and_counts_what_is_there(
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_every_input_is_the_token_before_its_target(packing: str, shards: Path) -> None:
     plan = one_pass(shards, train__packing=packing)
-    starts = set(TokenStream(shards, "train").document_bounds()[:-1].tolist()) if packing == "padded" else set()
+    starts = set(TokenStream(shards, "train").document_bounds()[:-1].tolist()) if packing in BY_DOCUMENT else set()
     loader = Loader(plan, dp_rank=0, device=CPU)
     for step in range(plan.steps):
         for batch in loader.share(step).batches:
@@ -162,6 +163,42 @@ def test_documents_attend_to_themselves_alone_and_begin_with_the_end_token_befor
                 ]
                 several += len(set(documents)) > 1
     assert several > 20
+
+
+@pytest.mark.parametrize("model", [{}, BERT], ids=["llama", "bert"])
+def test_best_fit_keeps_documents_whole_and_apart(model: dict[str, Any], shards: Path) -> None:
+    """A document that fits has all its tokens in one row, one after the other, at positions from 0 on."""
+    plan = one_pass(shards, train__packing="best-fit", **model)
+    bounds, loader, rows_of = TokenStream(shards, "train").document_bounds(), Loader(plan, dp_rank=0, device=CPU), {}
+    for step in range(plan.steps):
+        batches, spans = loader.share(step).batches, loader.spans(step).tolist()
+        for batch in batches:
+            assert batch.documents is not None
+            assert batch.positions is not None
+            for documents, positions in zip(batch.documents.tolist(), batch.positions.tolist(), strict=True):
+                place = 0
+                for number in range(max(documents) + 1):
+                    _, first, stop = spans.pop(0)
+                    rows_of[first] = stop
+                    assert documents[place : place + stop - first] == [number] * (stop - first)
+                    assert positions[place : place + stop - first] == list(range(stop - first))
+                    place += stop - first
+                assert documents[place:] == [PADDING] * (CONTEXT - place)
+        assert not spans
+    fitting = [(start, stop) for start, stop in itertools.pairwise(bounds) if stop - start <= CONTEXT]
+    assert len(fitting) > 10
+    assert all(rows_of[start] == stop for start, stop in fitting)
+
+
+def test_figures_count_cut_documents(shards: Path) -> None:
+    lengths = np.diff(TokenStream(shards, "train").document_bounds())
+    share = (lengths > CONTEXT).mean()
+    plan = one_pass(shards, train__packing="best-fit")
+    assert Loader(plan, dp_rank=0, device=CPU).text_figures(1) == {"cut_documents_share": pytest.approx(share)}
+    padding = 1 - NUM_TOKENS["train"] / (CONTEXT * plan.sources[0].sequences)
+    assert any(f"cuts {share:.2%} of the documents" in why and f"{padding:.2%} of" in why for why in plan.reasons)
+    assert plan.tokens == NUM_TOKENS["train"]
+    assert not Loader(one_pass(shards), dp_rank=0, device=CPU).text_figures(1), "windows count no documents"
 
 
 @pytest.mark.parametrize("packing", ["stream", "padded"])
@@ -235,7 +272,7 @@ def test_held_out_text_is_distributed_in_the_plans_shares(packing: str, shards: 
     assert [{len(batch.inputs) for batch in batches} for batches in dealt] == [{3}, {2}, {1}]
     assert len({len(batches) for batches in dealt}) == 1
     targets = torch.cat([batch.targets.flatten() for batches in dealt for batch in batches]).numpy()
-    first = 0 if packing == "padded" else 1
+    first = 0 if packing in BY_DOCUMENT else 1
     assert (np.sort(targets[targets != IGNORED]) == np.arange(first, NUM_TOKENS["validation"]) + FIRST).all()
 
 
@@ -250,7 +287,7 @@ def test_held_out_predicts_every_token_once_whatever_the_ranks(ranks: int, packi
     assert len({len(batches) for batches in dealt}) == 1, "every rank has as many forward passes"
     assert {rows(batch).shape[::2] for batches in dealt for batch in batches} == {(4, CONTEXT)}
     targets = torch.cat([batch.targets.flatten() for batches in dealt for batch in batches]).numpy()
-    first = 0 if packing == "padded" else 1
+    first = 0 if packing in BY_DOCUMENT else 1
     assert (np.sort(targets[targets != IGNORED]) == np.arange(first, NUM_TOKENS["validation"]) + FIRST).all()
 
 
@@ -273,7 +310,7 @@ def test_the_documents_of_a_share_are_those_its_targets_come_from(packing: str, 
         targets = torch.cat([b.targets for b in Loader(plan, dp_rank=rank, device=CPU).share(1).batches])
         places = targets[targets != IGNORED] - FIRST
         expected = {stream.document_at(int(place)) for place in places}
-        if packing != "padded":  # the token before a window is looked at too
+        if packing not in BY_DOCUMENT:  # the token before a window is looked at too
             expected |= {stream.document_at(int(row[0]) - FIRST - 1) for row in targets if row[0] != IGNORED}
         assert documents_in(plan, step=1, dp_rank=rank) == sorted(expected)
 

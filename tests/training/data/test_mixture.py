@@ -16,6 +16,7 @@ from training.data.batch import IGNORED, MicroBatches
 from training.data.held_out import held_out_by_source
 from training.data.loader import Loader
 from training.records.plan import RunPlan
+from training.shards.packing import BY_DOCUMENT
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +96,8 @@ def test_tokens_seen_are_those_of_the_batches(shards: Path) -> None:
     loader = Loader(plan, dp_rank=0, device=CPU)
     seen = itertools.chain.from_iterable(map(sources_in, itertools.islice(targets_of(plan), 17)))
     counts = np.bincount(list(seen), minlength=3)
-    assert list(loader.tokens_by_source(17).values()) == (counts * CONTEXT).tolist()
-    assert list(loader.tokens_by_source(17)) == ["tokens_seen/a", "tokens_seen/b", "tokens_seen/c"]
+    assert list(loader.text_figures(17).values()) == (counts * CONTEXT).tolist()
+    assert list(loader.text_figures(17)) == ["tokens_seen/a", "tokens_seen/b", "tokens_seen/c"]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -107,7 +108,7 @@ def test_held_out_text_is_validated_source_by_source(packing: str, shards: Path)
         own = batch.targets[(batch.targets != IGNORED).any(1)]
         assert set(sources_in(own)) <= {source}
         seen[source] += int((batch.targets != IGNORED).sum())
-    assert seen == [size // 4 - (packing != "padded") for size in TOKENS]
+    assert seen == [size // 4 - (packing not in BY_DOCUMENT) for size in TOKENS]
 
 
 def test_a_limited_validation_has_text_of_each_source(shards: Path) -> None:

@@ -20,6 +20,7 @@ from training.data.held_out import held_out_by_source
 from training.models.language_model import build_model
 from training.records.plan import RunPlan
 from training.records.results import EvalReport
+from training.shards.packing import BY_DOCUMENT
 from training.shards.stream import TokenStream
 
 
@@ -130,7 +131,7 @@ def apart(plan: RunPlan) -> Iterator[np.ndarray]:
     stream, context = TokenStream(Path(plan.shards_dir), "validation"), plan.config.train.context
     tokens = stream.read(0, len(stream)).astype(np.int64)
     documents = [stream.document_at(place) for place in range(len(stream))]
-    if plan.config.train.packing == "padded":
+    if plan.config.train.packing in BY_DOCUMENT:
         for number in range(documents[-1] + 1):
             document = np.array([END, *(t for t, d in zip(tokens, documents, strict=True) if d == number)])
             for start in range(0, len(document) - 1, context):
@@ -143,7 +144,7 @@ def apart(plan: RunPlan) -> Iterator[np.ndarray]:
                 yield tokens[own[0] - 1 : own[-1] + 1]
 
 
-@pytest.mark.parametrize("packing", ["documents", "padded"])
+@pytest.mark.parametrize("packing", ["documents", "padded", "best-fit"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @torch.no_grad()
 def test_packed_documents_score_as_if_each_stood_alone(

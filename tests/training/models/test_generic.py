@@ -118,6 +118,9 @@ def test_a_class_that_reads_images_is_refused_by_name(tmp_path: Path, make_run: 
         make_run("images", model__dropout=0.0, model__architecture="path", model__path=str(tmp_path))
 
 
-def test_document_masks_are_refused_since_its_attention_is_its_own(neox: str, make_run: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match=r"a gpt_neox model has its own: set train.packing=padded"):
-        make_run("masked", model__architecture="path", model__path=neox, model__dropout=0.0, train__packing="documents")
+@pytest.mark.parametrize("packing", ["documents", "best-fit"])
+def test_document_masks_are_refused_since_its_attention_is_its_own(
+    packing: str, neox: str, make_run: Callable[..., Path]
+) -> None:
+    with pytest.raises(ValueError, match=rf"packing={packing} .* a gpt_neox model has its own: set train.packing=padd"):
+        make_run("masked", model__architecture="path", model__path=neox, model__dropout=0.0, train__packing=packing)

@@ -59,6 +59,8 @@ DATA: dict[str, dict[str, Any]] = {
     "documents": {"train__packing": "documents", "train__context": CPU_CONTEXT},
     # The epoch ends within a batch: some ranks' last sequences are empty.
     "uneven": {"train__packing": "padded", "train__max_epochs": 0.18},
+    # Of each document 72 tokens alone, and the other 28 with those of another and 16 places of padding.
+    "best-fit": {"train__packing": "best-fit", "train__context": 72, "train__max_epochs": 0.9},
 }
 
 
@@ -126,7 +128,7 @@ def test_ranks_that_accumulate_and_clip_equal_one_process(
     assert_equal_training(alone("llama"), plan_path)
 
 
-@pytest.mark.parametrize("packing", ["documents", "uneven"])
+@pytest.mark.parametrize("packing", ["documents", "uneven", "best-fit"])
 @pytest.mark.parametrize(
     "layout",
     ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp x tp", "zero2", "unlike", "cp", "pp"))],
@@ -139,7 +141,7 @@ def test_document_masks_padding_and_an_uneven_last_batch(
     run_ranks(plan_path)
     expected = alone(packing, **DATA[packing])
     assert_equal_training(expected, plan_path)
-    if packing == "uneven":
+    if packing != "documents":
         assert len(losses(expected)) < STEPS, "the epoch ends first"
 
 
@@ -237,6 +239,7 @@ def test_other_architectures_learn_under_ddp(
     ("strategy", "shares", "packing"),
     [
         ("ddp", (3, 1), "uneven"),
+        pytest.param("ddp", (5, 3, 1), "best-fit", marks=pytest.mark.slow),
         *(
             pytest.param(name, (5, 3, 1), "uneven", marks=pytest.mark.slow)
             for name in ("ddp", "fsdp", "zero1", "zero2")
