@@ -16,7 +16,8 @@ from training.records.plan import RunPlan
 from training.records.results import EvalReport
 
 NIGHT = """
-import json, sys
+import json, logging, sys
+logging.basicConfig(level=logging.INFO)
 from flows.servers.embedded import start_servers
 wait = start_servers()
 from flows.nightly import pretrain_nightly
