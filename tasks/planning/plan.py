@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tasks.planning.counted import counted_shape
 from tasks.planning.custom_program import replan_custom_program
 from tasks.planning.measured_runs import read_measurements
 from tasks.planning.pretrained import hf_config
@@ -63,6 +64,7 @@ def plan_run(
         shards_dir=str(shards_dir or ""),
         epoch=one_epoch(shards_dir, packing=config.train.packing, context=config.train.context) if shards_dir else None,
         hf_config=hf_config(config.model),
+        hf_shape=counted_shape(config),
         measurements=read_measurements(inventory),
         steps_in_time=steps_in_time,
     )
@@ -306,8 +308,8 @@ def _check_same_shape(plan: RunPlan, kept: RunPlan) -> None:
     """Raise ValueError if the model's weights would have other shapes; its context may differ."""
     differing = [
         f"{what} {was} -> {now}"
-        for (what, was), now in zip(kept.shape, dict(plan.shape).values(), strict=True)
-        if was != now and what != "context"
+        for what, was in kept.shape
+        if was != (now := getattr(plan.shape, what)) and what not in {"context", "head_dim", "sizes"}
     ]
     if differing:
         raise ValueError(
