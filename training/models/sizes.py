@@ -26,7 +26,7 @@ from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
 
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-ATTENTION = re.compile(r"attn|attention")
+ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")  # linear attention has no scores
 WHOLE = ("replicate", "moe_tp", "mla_kv_a", "local")  # beginnings of the styles that leave parameters whole
 # transformers has no plan of these; training/strategies/tensor.py cuts them so
 PLANS = {

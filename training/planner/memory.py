@@ -96,10 +96,8 @@ def _working_weights(job: Job, layout: Layout, model: CostModel, *, parameters: 
     if SHARING[layout.strategy].stage < 3:
         return model.memory.cast_bytes * parameters
     tp = layout.tp
-    layer, output = (
-        max(each.of_rank(tp) for each in job.shape.sizes.layers),
-        job.shape.vocab_size * job.shape.width / tp,
-    )
+    layer = max(each.of_rank(tp) for each in job.shape.sizes.layers)
+    output = job.shape.vocab_size * job.shape.width / tp
     gather, reduce = model.program.gather_bytes, model.program.reduce_bytes
     casts = model.memory.cast_bytes if gather == 4 else 0.0
     is_alone = model.program.gathers_embedding and not job.shape.tied

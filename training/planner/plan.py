@@ -54,9 +54,9 @@ def make_plan(
 
     `shards` gives the exact vocabulary; without them (a dry run) the config's is used. `epoch` (packing.one_epoch)
     is one of each source, with which max_epochs and shares are counted; without it both are left out. `hf_config` is
-    the content of model.path's config.json, `hf_shape` that model's shape with its counted parameters. `measurements`: of earlier runs; those on this machine correct the prices
-    (corrections.py). `steps_in_time`: the steps for which the run's first plan found time in train.target_minutes; 0:
-    by this plan's prediction.
+    the content of model.path's config.json, `hf_shape` that model's shape with its counted parameters. `measurements`:
+    of earlier runs; those on this machine correct the prices (corrections.py). `steps_in_time`: the steps for which the
+    run's first plan found time in train.target_minutes; 0: by this plan's prediction.
     Raises ValueError, with the numbers and the cure, for a config that cannot work.
     """
     end_id = shards.end_id if shards else 0

@@ -1,7 +1,7 @@
 """The parameters of saved weights, by their names and shapes in the files' headers: exact in all, near in its parts.
 
-Which parameters tensor parallelism divides is the class's to say (training/models/sizes.py), and there is no class here:
-of the architectures that it can divide at all, all matrices.
+Which parameters tensor parallelism divides, the class says (training/models/sizes.py), and there is no class here: of
+the architectures that it can divide at all, all matrices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STALE = re.compile(r"(^|\.)(attn|attention|self)\.(masked_)?bias$|rotary_emb\.in
 LAYER = re.compile(r"^(\D*\.)(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(\d+\.)?")
 LAST = re.compile(r"(^|\.)(lm_head|cls|embed_out|output|norm|ln_f|norm_f|final_layer_norm|final_norm)\.")
-ATTENTION = re.compile(r"attn|attention")
+ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")
 
 
 def num_saved(saved: Shapes) -> int:
