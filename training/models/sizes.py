@@ -9,6 +9,7 @@ launcher elsewhere. It exits with 2 and one line if the class cannot be built or
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import sys
 from collections import defaultdict
@@ -79,13 +80,15 @@ def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
     layers = (
         _layer([each for each in tensors if each.name.startswith(f"{name}.{number}.")]) for number in range(num_layers)
     )
-    bias = output is not None and getattr(output, "bias", None) is not None
+    num_words = len(embedding)
     parameters = {alias for each in tensors for alias in each.aliases}
     return ModelSizes(
         counted=counted,
         before=Part(**_numbers(before), per_word=embedding.shape[1]),
         layers=tuple(alike.model_copy(update={"count": len(list(same))}) for alike, same in itertools.groupby(layers)),
-        after=Part(**_numbers(last), per_word=bias + (0 if tied or output is None else output.weight.shape[1])),
+        after=Part(
+            **_numbers(last), per_word=sum(each.numel // num_words for each in last if each.has_rows(num_words))
+        ),
         looked_up=sum(each.numel for each in before if each.identity in rows - ({id(embedding)} if tied else set())),
         buffers=sum(tensor.numel() for each, tensor in hf.state_dict().items() if each not in parameters),
         tied=tied,
@@ -112,10 +115,17 @@ class _Tensor:
     name: str
     aliases: tuple[str, ...]
     identity: int
-    numel: int
+    shape: tuple[int, ...]
     used: int
     is_cut: bool
-    is_matrix: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def has_rows(self, num_words: int) -> bool:
+        """Whether it has a row or a number for each word."""
+        return self.shape[:1] == (num_words,) and "norm" not in self.name
 
 
 def _tensors(hf: Any) -> list[_Tensor]:
@@ -128,10 +138,9 @@ def _tensors(hf: Any) -> list[_Tensor]:
             name=name,
             aliases=tuple(names[id(parameter)]),
             identity=id(parameter),
-            numel=parameter.numel(),
+            shape=tuple(parameter.shape),
             used=_used(hf, name, parameter),
             is_cut=any(is_cut(hf, alias) for alias in names[id(parameter)]),
-            is_matrix=parameter.ndim > 1,
         )
         for name, parameter in hf.named_parameters()
     ]
@@ -170,7 +179,7 @@ def _numbers(tensors: Sequence[_Tensor]) -> dict[str, int]:
 
 
 def _layer(tensors: Sequence[_Tensor]) -> LayersAlike:
-    matrices = [each for each in tensors if each.is_matrix]
+    matrices = [each for each in tensors if len(each.shape) > 1]
     return LayersAlike(
         count=1,
         multiplied=sum(each.used for each in matrices),
