@@ -80,15 +80,13 @@ def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
     layers = (
         _layer([each for each in tensors if each.name.startswith(f"{name}.{number}.")]) for number in range(num_layers)
     )
-    num_words = len(embedding)
+    per_word = sum(each.numel // len(embedding) for each in last if each.has_rows(len(embedding)))
     parameters = {alias for each in tensors for alias in each.aliases}
     return ModelSizes(
         counted=counted,
         before=Part(**_numbers(before), per_word=embedding.shape[1]),
         layers=tuple(alike.model_copy(update={"count": len(list(same))}) for alike, same in itertools.groupby(layers)),
-        after=Part(
-            **_numbers(last), per_word=sum(each.numel // num_words for each in last if each.has_rows(num_words))
-        ),
+        after=Part(**_numbers(last), per_word=per_word),
         looked_up=sum(each.numel for each in before if each.identity in rows - ({id(embedding)} if tied else set())),
         buffers=sum(tensor.numel() for each, tensor in hf.state_dict().items() if each not in parameters),
         tied=tied,

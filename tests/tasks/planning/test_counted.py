@@ -22,18 +22,12 @@ from tests.support.configs import inventory, tiny_config
 from training.config.run import RunConfig
 from training.node.host_check import Asked
 
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
 
 
-@pytest.fixture
-def head_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def hide_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a head node without torch; after transformers was imported here, which looks for it too."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
 
@@ -55,12 +49,18 @@ def saved(folder: Path, kind: str, *, weights: bool = True, **more: Any) -> tupl
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("mixtral", EXPERTS), ("qwen2", {"tie_word_embeddings": True}), ("starcoder2", {}), ("gpt2", {})],
+    [
+        ("mixtral", EXPERTS),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("starcoder2", {"num_key_value_heads": 2}),
+        ("gpt2", {}),
+    ],
 )
 def test_headers_of_weights_are_counted_without_torch(
-    kind: str, more: dict[str, Any], tmp_path: Path, head_without_torch: None
+    kind: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, parameters = saved(tmp_path / "model", kind, **more)
+    hide_torch(monkeypatch)
     shape = counted_shape(config)
     assert shape is not None
     assert (shape.parameters, shape.sizes.counted) == (parameters, "safetensors headers")
@@ -81,10 +81,9 @@ def test_weights_that_are_the_classs_are_counted_by_their_headers_and_kept(tmp_p
     assert plan.shape.sizes.cut > 0.9 * parameters
 
 
-def test_a_head_without_torch_counts_nothing_until_a_host_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_without_torch: None
-) -> None:
+def test_a_head_without_torch_counts_nothing_until_a_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, parameters = saved(tmp_path / "model", "mixtral", weights=False, **EXPERTS)
+    hide_torch(monkeypatch)
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "home"))
     with pytest.raises(ValueError, match=r"a mixtral of 2 layers x 32, are not counted: .*no torch here.*install"):
         plan_run(config, inventory=inventory(1))
