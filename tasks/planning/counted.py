@@ -82,7 +82,7 @@ def _count(file: Path, objective: str) -> ModelShape:
     done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ValueError(f"the parameters of model.path cannot be counted: {last}")
+        raise ValueError(last if done.returncode == 2 else f"the parameters of model.path cannot be counted: {last}")
     return ModelShape.model_validate_json(done.stdout.splitlines()[-1])
 
 

@@ -26,6 +26,7 @@ from training.planner.model_shape import CHOSEN_EXPERTS, experts_of_a_token, sha
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
 
+NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")  # linear attention has no scores
 WHOLE = ("replicate", "moe_tp", "mla_kv_a", "local")  # beginnings of the styles that leave parameters whole
@@ -56,10 +57,14 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
     """Return the shape, with counted parameters, of the class that transformers makes of a config."""
     import transformers
 
-    fields = settings.to_dict()
-    shape = shape_of_hf(fields, vocab_size=int(fields.get("vocab_size") or 0))
-    with torch.device("meta"):
-        hf = auto_class_of(objective).from_config(settings, dtype=torch.float32)
+    named = {name: getattr(settings, name) for name in NAMES if hasattr(settings, name)}  # some classes compute them
+    shape = shape_of_hf(settings.to_dict() | named, vocab_size=int(named.get("vocab_size") or 0))
+    try:
+        with torch.device("meta"):
+            hf = auto_class_of(objective).from_config(settings, dtype=torch.float32)
+    except ValueError as error:
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"model.path holds a {shape.architecture}, which cannot be built: {why}") from None
     sizes = sizes_of(hf, counted=f"counted {where} with transformers {transformers.__version__}")
     return shape.model_copy(update={"layers": sizes.num_layers, "tied": sizes.tied, "sizes": sizes})
 
@@ -194,7 +199,7 @@ def main(path: Path, objective: str, node: str = "") -> int:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
         shape = count_model(settings, objective=objective, where=where)
     except ValueError as error:
-        print(str(error).strip().splitlines()[0], file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     print(shape.model_dump_json())
     return 0

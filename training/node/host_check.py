@@ -169,7 +169,7 @@ def count_models(asked: Asked, folder: Path) -> list[str]:
         done = subprocess.run(program, capture_output=True, text=True)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            findings.append(f"the parameters of model.path cannot be counted: {last}")
+            findings.append(last if done.returncode == 2 else f"model.path's parameters cannot be counted: {last}")
             continue
         answer = folder / counted_name(objective)
         part = answer.with_name(f"{answer.name}.{asked.host}")

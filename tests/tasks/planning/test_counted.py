@@ -110,8 +110,16 @@ def test_a_head_without_torch_counts_nothing_until_a_host_has(tmp_path: Path, mo
     assert plan.shape.sizes.counted.startswith("counted on node n7 with transformers ")
 
 
-def test_a_class_that_cannot_be_counted_is_named(tmp_path: Path) -> None:
-    AutoConfig.for_model("t5").save_pretrained(tmp_path / "model")
-    config = tiny_config(model__architecture="path", model__path=str(tmp_path / "model"), model__dropout=0.0)
-    with pytest.raises(ValueError, match=r"cannot be counted: Unrecognized configuration class .*T5Config"):
-        counted_shape(config)
+def test_a_plan_says_what_a_rank_of_each_stage_has_and_what_tp_divides() -> None:
+    tensor, pipeline = (
+        plan_run(tiny_config(**{f"parallel__{axis}": 2}), inventory=inventory(2)) for axis in ("tp", "pp")
+    )
+    sizes = tensor.shape.sizes
+    norms = 5 * 32  # of two layers, and the last one, which each rank has whole
+    rank = (sizes.parameters - norms) // 2 + norms
+    row = dict(describe_plan(tensor))["parameters"]
+    assert row == f"a token uses all; a llama of these sizes; a rank has {rank:,}; tp divides 99.9%"
+    words = tensor.shape.vocab_size * 32  # tied: on the first stage and on the last
+    layer = sizes.layers[0].parameters
+    row = dict(describe_plan(pipeline))["parameters"]
+    assert row.endswith(f"; a rank of each stage has {words + layer:,}, {words + layer + 32:,}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoConfig
 
 from tests.support.configs import inventory, tiny_config
 from training.models.language_model import build_model, hf_config
-from training.models.sizes import count_model
+from training.models.sizes import count_model, main
 from training.planner.job import Layout
 from training.planner.memory import rank_parameters, stage_parameters
 from training.planner.model_shape import flops_per_token
@@ -151,3 +152,11 @@ def test_a_plan_of_an_earlier_version_keeps_its_parameters() -> None:
 def test_a_class_without_layers_of_its_own_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"a gemma3, whose config\.json has none of hidden_size.*class of text"):
         count_model(AutoConfig.for_model("gemma3"), objective="causal")
+
+
+def test_the_program_names_a_class_that_cannot_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    AutoConfig.for_model("t5").save_pretrained(tmp_path)
+    assert main(tmp_path / "config.json", "causal") == 2
+    assert capsys.readouterr().err.startswith(
+        "model.path holds a t5, which cannot be built: Unrecognized configuration"
+    )
