@@ -19,12 +19,12 @@ from pathlib import Path
 
 import training
 from tasks.planning.pretrained import config_file
+from tasks.planning.saved_sizes import num_saved, sizes_of_saved
 from tasks.store.local_copy import local_copy
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
 from training.node.host_check import counted_name, request_name
 from training.planner.model_shape import shape_of_hf
-from training.planner.saved_sizes import num_saved, sizes_of_saved
 from training.records.model_state import saved_shapes
 from training.records.plan import ModelShape
 from training.records.record import DamagedRecord

@@ -22,7 +22,7 @@ from training.planner.corrections import machine_of
 from training.planner.mixture import warn_of_repeats
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
-from training.records.plan import AnyPlan, CustomProgramPlan, RunPlan
+from training.records.plan import AnyPlan, CustomProgramPlan, ModelShape, RunPlan
 from training.records.token_shards import TokenShards
 from training.records.trial import read_trials
 from training.shards.format import MANIFEST
@@ -306,10 +306,12 @@ def _check_same_tokens(kept: RunPlan, shards: TokenShards) -> None:
 
 def _check_same_shape(plan: RunPlan, kept: RunPlan) -> None:
     """Raise ValueError if the model's weights would have other shapes; its context may differ."""
+    fields = [name for name in ModelShape.model_fields if name not in {"context", "head_dim", "sizes"}]
+    fields += [] if plan.config.model.path else ["parameters"]  # earlier versions did not count those of model.path
     differing = [
         f"{what} {was} -> {now}"
-        for what, was in kept.shape
-        if was != (now := getattr(plan.shape, what)) and what not in {"context", "head_dim", "sizes"}
+        for what in fields
+        if (was := getattr(kept.shape, what)) != (now := getattr(plan.shape, what))
     ]
     if differing:
         raise ValueError(
