@@ -122,7 +122,7 @@ def own_shape(
         context=context,
         tied=tied,
         sizes=ModelSizes(
-            counted=f"a {architecture} of these sizes",
+            counted=f"added up from a {architecture}'s tensors",
             before=Part(parameters=words + added, used=words + added, cut=words, per_word=w),
             layers=(
                 LayersAlike(

@@ -118,7 +118,7 @@ def test_a_plan_says_what_a_rank_of_each_stage_has_and_what_tp_divides() -> None
     norms = 5 * 32  # of two layers, and the last one, which each rank has whole
     rank = (sizes.parameters - norms) // 2 + norms
     row = dict(describe_plan(tensor))["parameters"]
-    assert row == f"a token uses all; a llama of these sizes; a rank has {rank:,}; tp divides 99.9%"
+    assert row == f"a token uses all; added up from a llama's tensors; a rank has {rank:,}; tp divides 99.9%"
     words = tensor.shape.vocab_size * 32  # tied: on the first stage and on the last
     layer = sizes.layers[0].parameters
     row = dict(describe_plan(pipeline))["parameters"]
