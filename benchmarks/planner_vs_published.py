@@ -31,7 +31,7 @@ from training.planner.cost_model import CostModel, Kept, MemoryCosts, Program, T
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
 from training.planner.memory import memory_gib
-from training.planner.model_shape import count_parameters
+from training.planner.model_shape import own_shape
 from training.planner.plan import make_plan
 from training.planner.pricing import mesh_kind
 from training.planner.search import AS_FAST, simplicity
@@ -198,8 +198,8 @@ def layout_of(row: Row) -> Layout:
 
 @functools.cache
 def shape_of(name: str, model: Model, context: int) -> ModelShape:
-    shape = ModelShape(
-        architecture="llama" if model.is_gated else "gpt2",
+    return own_shape(
+        "llama" if model.is_gated else "gpt2",
         layers=model.layers,
         width=model.width,
         heads=model.heads,
@@ -208,9 +208,7 @@ def shape_of(name: str, model: Model, context: int) -> ModelShape:
         vocab_size=model.words,
         context=context,
         tied=model.is_tied,
-        parameters=0,
     )
-    return shape.model_copy(update={"parameters": count_parameters(shape)})
 
 
 def cluster_like(row: Row) -> Cluster:

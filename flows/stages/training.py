@@ -34,6 +34,7 @@ from tasks.launch.recovery import attempts_of
 from tasks.launch.slurm_allocation import held_nodes, note_run, run_before_requeue
 from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
+from tasks.planning.counted import counted_by_hosts
 from tasks.planning.describe import describe_plan
 from tasks.planning.pretrained import check_tokenizer, check_weights
 from tasks.promotion.gates import is_refusal
@@ -187,7 +188,8 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
 def _inventory(config: RunConfig, folder: Path) -> Inventory:
     if config.launch.launcher != "local":
         folder.mkdir(exist_ok=True)
-        return check_hosts.prepare_hosts(config, run_dir=folder)
+        with counted_by_hosts(config, run_dir=folder):
+            return check_hosts.prepare_hosts(config, run_dir=folder)
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
     return machines.check_hardware(home=home(), ranks=ranks)
 

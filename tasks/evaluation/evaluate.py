@@ -253,7 +253,7 @@ def _stranger(subject: Subject, shards: TokenShards, *, device_kind: str) -> Tra
             f"{subject.what}: its tokenizer has {shards.vocab_size} tokens, the model {vocab_size}: they do not belong "
             "together"
         )
-    shape = shape_of_hf(settings, vocab_size=vocab_size, context=0)
+    shape = shape_of_hf(settings, vocab_size=vocab_size)
     masked = _objective(subject) == "masked"
     model = ModelConfig(architecture="bert" if masked else "path", path=str(subject.folder), init="pretrained")
     config = RunConfig(name="evaluation", model=model)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tasks.planning.counted import counted_shape
 from tasks.planning.custom_program import replan_custom_program
 from tasks.planning.measured_runs import read_measurements
 from tasks.planning.pretrained import hf_config
@@ -21,7 +22,7 @@ from training.planner.corrections import machine_of
 from training.planner.mixture import warn_of_repeats
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
-from training.records.plan import AnyPlan, CustomProgramPlan, RunPlan
+from training.records.plan import AnyPlan, CustomProgramPlan, ModelShape, RunPlan
 from training.records.token_shards import TokenShards
 from training.records.trial import read_trials
 from training.shards.format import MANIFEST
@@ -63,6 +64,7 @@ def plan_run(
         shards_dir=str(shards_dir or ""),
         epoch=one_epoch(shards_dir, packing=config.train.packing, context=config.train.context) if shards_dir else None,
         hf_config=hf_config(config.model),
+        hf_shape=counted_shape(config),
         measurements=read_measurements(inventory),
         steps_in_time=steps_in_time,
     )
@@ -304,10 +306,12 @@ def _check_same_tokens(kept: RunPlan, shards: TokenShards) -> None:
 
 def _check_same_shape(plan: RunPlan, kept: RunPlan) -> None:
     """Raise ValueError if the model's weights would have other shapes; its context may differ."""
+    fields = [name for name in ModelShape.model_fields if name not in {"context", "head_dim", "sizes"}]
+    fields += [] if plan.config.model.path else ["parameters"]  # earlier versions did not count those of model.path
     differing = [
         f"{what} {was} -> {now}"
-        for (what, was), now in zip(kept.shape, dict(plan.shape).values(), strict=True)
-        if was != now and what != "context"
+        for what in fields
+        if (was := getattr(kept.shape, what)) != (now := getattr(plan.shape, what))
     ]
     if differing:
         raise ValueError(

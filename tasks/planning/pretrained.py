@@ -23,10 +23,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     """Return the config.json of model.path, a local folder or a model on the hub; None if the config needs none."""
     if not model.path:
         return None
-    folder = local_copy(model.path, field="model.path")
-    path = _file(folder, "config.json", field="model.path")
-    if path is None:
-        raise ValueError(f"model.path = {model.path!r} has no config.json: give the folder or hub name of a model")
+    folder, path = local_copy(model.path, field="model.path"), config_file(model)
     if model.init == "pretrained":
         _check_files(Path(folder).expanduser())
     content: dict[str, Any] = dict(read_fields(path))
@@ -35,6 +32,14 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
 
         content = vars(AutoConfig.from_pretrained(folder, trust_remote_code=False)) | content
     return content
+
+
+def config_file(model: ModelConfig) -> Path:
+    """Return the path of model.path's config.json, which is downloaded from a hub. Raises ValueError without one."""
+    path = _file(local_copy(model.path, field="model.path"), "config.json", field="model.path")
+    if path is None:
+        raise ValueError(f"model.path = {model.path!r} has no config.json: give the folder or hub name of a model")
+    return path
 
 
 def check_weights(config: RunConfig) -> None:

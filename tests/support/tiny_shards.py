@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, models
+from transformers import AutoConfig
 
 from tests.support.configs import inventory, tiny_config
 from tests.support.device import DEVICE_KIND, on_device
 from tests.support.manifests import write_manifest
+from training.models.sizes import count_model
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
 from training.records.token_shards import SourceFile, Stretch, TokenShards
@@ -62,6 +64,7 @@ def plan_tiny_run(
         shards_dir=str(shards_dir),
         epoch=one_epoch(shards_dir, packing=config.train.packing, context=config.train.context),
         hf_config=json.loads((Path(path) / "config.json").read_text()) if (path := config.model.path) else None,
+        hf_shape=count_model(AutoConfig.from_pretrained(path), objective=config.objective) if path else None,
     )
     plan.model_copy(update={"threads_per_rank": 1}).write(folder / "plan.json")
     if machines:

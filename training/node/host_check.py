@@ -31,6 +31,7 @@ GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 SIOCGIFCONF = 0x8912  # returns all IPv4 addresses with their interfaces' names, in records of 40 bytes
 BUSY_WINDOW_S = 0.2
+OBJECTIVES = ("causal", "masked")
 MADE_BY_RANKS = ("checkpoints", "metrics.jsonl", "stacks", "profile", "export")
 
 
@@ -68,6 +69,7 @@ def main(asked: Asked) -> None:
             *check_room(asked, folder, is_shared=is_shared),
             *(infiniband_findings(adapters) if asked.gpus and asked.infiniband else []),
             *(prepare_host_memory(asked) if asked.memory_dir else []),
+            *(count_models(asked, folder) if wrote else []),
         ],
         "wrote": wrote,
         "hostname": socket.gethostname(),
@@ -142,6 +144,38 @@ def _unwritable(path: Path, asked: Asked, *, why: str = "Permission denied") -> 
 
 def _owner_cure(asked: Asked) -> str:
     return f"`chown -R {os.getuid()}:{os.getgid()} {asked.home}` there, or set launch.user to the folder's owner"
+
+
+# Counting a model's parameters, for a launcher without torch
+
+
+def request_name(objective: str) -> str:
+    """Return the name of the config.json that the launcher leaves in the run folder, to be counted by a host."""
+    return f".count-{objective}.json"
+
+
+def counted_name(objective: str) -> str:
+    """Return the name of the file with the count: a ModelShape."""
+    return f".counted-{objective}.json"
+
+
+def count_models(asked: Asked, folder: Path) -> list[str]:
+    """Count the parameters of the model whose config.json lies in the run folder, with this host's transformers."""
+    findings = []
+    for objective in OBJECTIVES:
+        if not (request := folder / request_name(objective)).exists():
+            continue
+        program = [sys.executable, "-m", "training.models.sizes", str(request), objective, asked.host]
+        done = subprocess.run(program, capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            findings.append(last if done.returncode == 2 else f"model.path's parameters cannot be counted: {last}")
+            continue
+        answer = folder / counted_name(objective)
+        part = answer.with_name(f"{answer.name}.{asked.host}")
+        part.write_text(done.stdout.splitlines()[-1])
+        part.replace(answer)
+    return findings
 
 
 # Network

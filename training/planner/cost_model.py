@@ -53,7 +53,8 @@ ZERO_STAGE = {name: sharing.stage for name, sharing in SHARING.items()}
 class Kept:
     """Bytes that a layer's forward pass keeps for its backward pass, per token: coefficients of the model's widths.
 
-    `whole` x width is on every tp rank, `split` x width, `kv` x key/value width and `mlp` x MLP width are shared out
+    `whole` x width is on every tp rank, `split` x the width of queries, `kv` x that of keys and `mlp` x MLP width are
+    shared out
     (Korthikanti et al. 2022, section 4.2, where whole = 10, split = 8, mlp = 4 and the MLP is 4 x wide). `scores`:
     bytes kept per head and pair of tokens, their 5as/h; 0 where attention never stores them. `inputs`: of `whole`, what
     goes into attention and MLP; of that, sequence parallelism keeps `gathered` x width on every rank (the paper gathers
@@ -70,7 +71,7 @@ class Kept:
 
     def bytes_per_token(self, job: Job, tp: int, *, sequence_parallel: bool) -> float:
         shape = job.shape
-        shared = self.split * shape.width + self.kv * job.kv_width + self.mlp * shape.mlp_width
+        shared = self.split * job.q_width + self.kv * job.kv_width + self.mlp * job.mlp_width
         shared += self.scores * shape.heads * job.context
         if not sequence_parallel or tp == 1:
             return self.whole * shape.width + shared / tp

@@ -21,7 +21,7 @@ def check_inference(folder: Path, inference: InferenceConfig) -> None:
     if inference.parallel not in {"tensor", "pipeline"}:
         return
     settings = dict(read_fields(folder / "config.json"))
-    shape = shape_of_hf(settings, vocab_size=int(settings["vocab_size"]), context=0)
+    shape = shape_of_hf(settings, vocab_size=int(settings["vocab_size"]))
     if shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(
             f"a {shape.architecture} model has no tensor or pipeline plan (there is one for "

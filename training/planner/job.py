@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from training.config.parallel import Precision, Stages, StrategyName
-from training.records.plan import ModelShape, describe_stages
+from training.records.model_sizes import Part
+from training.records.plan import ModelShape, describe_stages, layer_numbers
 
 Offload = Literal["none", "optimizer", "parameters"]
 Recompute = Literal["none", "selective", "full"]
@@ -30,9 +33,62 @@ class Job:
         """Bytes of each number in a matrix product's operands."""
         return 4 if self.precision == "fp32" else 2
 
-    @property
-    def kv_width(self) -> int:
-        return self.shape.kv_heads * (self.shape.width // self.shape.heads)
+    # What follows from the counted sizes is asked for hundreds of times in a plan, so it is computed once.
+
+    @cached_property
+    def attention_share(self) -> float:
+        """The share of the layers that have attention. The widths below are means over all layers."""
+        sizes = self.shape.sizes
+        return sizes.attention_layers / sizes.num_layers
+
+    @cached_property
+    def q_width(self) -> float:
+        return self.attention_share * self.shape.heads * self.shape.head_dim
+
+    @cached_property
+    def kv_width(self) -> float:
+        return self.attention_share * self.shape.kv_heads * self.shape.head_dim
+
+    @cached_property
+    def mlp_width(self) -> float:
+        """The width of an MLP that takes what a token is multiplied with outside attention, such as some experts."""
+        sizes = self.shape.sizes
+        rest = sum(layer.count * (layer.multiplied - layer.attention) for layer in sizes.layers) / sizes.num_layers
+        return rest / ((3 if self.is_gated else 2) * self.shape.width)
+
+    @cached_property
+    def attention_parameters(self) -> float:
+        """Parameters of one layer's attention that a token is multiplied with."""
+        sizes = self.shape.sizes
+        return sum(layer.count * layer.attention for layer in sizes.layers) / sizes.num_layers
+
+    @cached_property
+    def outside(self) -> Part:
+        """The parameters outside of layers."""
+        return self.shape.sizes.outside
+
+    def of_rank(self, layers: Sequence[int], stages: range, *, tp: int) -> float:
+        """Return the parameters of a rank that has these stages of a pipeline with so many layers a stage.
+
+        A tied embedding lies on the first and the last stage.
+        """
+        key = (tuple(layers), stages, tp)
+        if key not in self._of_ranks:
+            self._of_ranks[key] = self._count_rank(*key)
+        return self._of_ranks[key]
+
+    @cached_property
+    def _of_ranks(self) -> dict[tuple[tuple[int, ...], range, int], float]:
+        return {}
+
+    def _count_rank(self, layers: tuple[int, ...], stages: range, tp: int) -> float:
+        sizes, last = self.shape.sizes, len(layers) - 1
+        numbers = layer_numbers(layers)
+        parts = [sizes.of_layers(numbers[stage]) for stage in stages]
+        parts += [sizes.before] if 0 in stages else []
+        parts += [sizes.after] if last in stages else []
+        copied = sizes.tied and last in stages and 0 not in stages
+        return sum(part.of_rank(tp) for part in parts) + copied * self.shape.vocab_size * sizes.before.per_word / tp
 
     @property
     def is_gated(self) -> bool:

@@ -8,9 +8,11 @@ added.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from training.planner.cost_model import SHARING, CostModel
 from training.planner.job import Job, Layout, chunk_tokens, padding_words
-from training.records.plan import ModelShape
+from training.records.plan import even_stages
 
 GIB = 2**30
 LAYERS_GATHERED = 2  # the one that computes, and the next
@@ -18,20 +20,9 @@ LAYERS_GATHERED = 2  # the one that computes, and the next
 
 def memory_gib(job: Job, layout: Layout, model: CostModel, *, num_shards: int) -> dict[str, float]:
     """Memory by part, in GiB, of the rank that holds most. `num_shards`: ranks over which a sharded state is spread."""
-    stages = {0, layout.pp - 1} if layout.at is None else {layout.at[1]}
-    ranks = [_bytes_of_stage(job, layout, model, stage=stage, num_shards=num_shards) for stage in sorted(stages)]
+    ranks = [_bytes_of_stage(job, layout, model, stage=stage, num_shards=num_shards) for stage in _stages(job, layout)]
     largest = max(ranks, key=lambda parts: sum(parts.values()))
     return {part: num_bytes / GIB for part, num_bytes in largest.items() if num_bytes}
-
-
-def layer_parameters(job: Job) -> float:
-    return (job.shape.parameters - _outside_layers(job.shape)) / job.shape.layers
-
-
-def _outside_layers(shape: ModelShape) -> int:
-    """Parameters of the embeddings and the output layer: all but some norms."""
-    embeddings = shape.vocab_size * shape.width * (1 if shape.tied else 2)
-    return embeddings + (shape.context * shape.width if shape.architecture in {"gpt2", "bert"} else 0)
 
 
 def stage_layers(job: Job, layout: Layout) -> int:
@@ -42,21 +33,29 @@ def stage_layers(job: Job, layout: Layout) -> int:
     return -(-job.shape.layers // stages) * layout.stages_per_rank
 
 
-def stage_parameters(job: Job, layout: Layout, *, stage: int = 0) -> float:
-    """Parameters of one rank before data parallelism shards them: of the first stage, which has most.
-
-    A tied embedding lies on the first and last stage.
-    """
+def _stages(job: Job, layout: Layout) -> Sequence[int]:
+    """The stages of ranks that may have most; of like layers the first and the last."""
     if layout.at is not None:
-        stage = layout.at[1]
-    outside = _outside_layers(job.shape) if layout.pp == 1 else job.shape.vocab_size * job.shape.width
-    ends = outside if stage in (0, layout.pp - 1) else 0
-    return (stage_layers(job, layout) * layer_parameters(job) + ends) / layout.tp
+        return [layout.at[1]]
+    return range(layout.pp) if len(job.shape.sizes.layers) > 1 else sorted({0, layout.pp - 1})
+
+
+def stage_parameters(job: Job, layout: Layout) -> float:
+    """Parameters of one rank before data parallelism shards them, of the stage that has most."""
+    return max(rank_parameters(job, layout, stage=stage) for stage in _stages(job, layout))
+
+
+def rank_parameters(job: Job, layout: Layout, *, stage: int) -> float:
+    """Parameters of a rank of this stage, before data parallelism shards them."""
+    if layout.at is not None:
+        return job.of_rank(layout.stages[layout.at[0]], range(stage, stage + 1), tp=layout.tp)
+    num_stages = layout.pp * layout.stages_per_rank
+    return job.of_rank(even_stages(job.shape.layers, num_stages), range(stage, num_stages, layout.pp), tp=layout.tp)
 
 
 def _bytes_of_stage(job: Job, layout: Layout, model: CostModel, *, stage: int, num_shards: int) -> dict[str, float]:
     sharing, n = SHARING[layout.strategy], num_shards
-    parameters = stage_parameters(job, layout, stage=stage)
+    parameters = rank_parameters(job, layout, stage=stage)
     on_host, states_on_host = layout.offload == "parameters", layout.offload != "none"
     activations = _activations(job, layout, model, stage=stage)
     passing = {
@@ -96,11 +95,13 @@ def _working_weights(job: Job, layout: Layout, model: CostModel, *, parameters: 
     """
     if SHARING[layout.strategy].stage < 3:
         return model.memory.cast_bytes * parameters
-    layer, output = layer_parameters(job) / layout.tp, job.shape.vocab_size * job.shape.width / layout.tp
+    tp = layout.tp
+    layer = max(each.of_rank(tp) for each in job.shape.sizes.layers)
+    output = job.shape.vocab_size * job.shape.width / tp
     gather, reduce = model.program.gather_bytes, model.program.reduce_bytes
     casts = model.memory.cast_bytes if gather == 4 else 0.0
     is_alone = model.program.gathers_embedding and not job.shape.tied
-    outside = output if is_alone else _outside_layers(job.shape) / layout.tp
+    outside = output if is_alone else job.outside.of_rank(tp)
     gathered = parameters if layout.gathers_once else LAYERS_GATHERED * layer + outside
     if layout.pp > 1:
         whole_gradients = parameters * reduce
@@ -138,9 +139,9 @@ def activation_bytes_per_token(job: Job, layout: Layout, model: CostModel) -> fl
         return boundary
     if model.program.recomputes_scores_only:
         return everything - model.program.kept.scores * shape.heads * job.context / tp
-    shared = (shape.width + 2 * job.kv_width + (2 if job.is_gated else 1) * shape.mlp_width) / tp
+    shared = (job.q_width + 2 * job.kv_width + (2 if job.is_gated else 1) * job.mlp_width) / tp
     summed = 2 * shape.width / (tp if model.program.sequence_parallel else 1)  # tp ranks have the sums whole
-    selected = job.width_bytes * (model.program.products_kept * (shared + summed) + shape.width / tp)
+    selected = job.width_bytes * (model.program.products_kept * (shared + summed) + job.q_width / tp)
     return boundary + selected + 4 * shape.heads / tp
 
 
@@ -154,7 +155,7 @@ def _kept_per_token(job: Job, layout: Layout, model: CostModel) -> float:
     if layout.cp == 1:
         return kept
     gathered = layout.cp if job.shape.architecture == "gpt2" else layout.cp - 1
-    joined = job.width_bytes * job.shape.width / layout.tp if job.is_causal else 0.0
+    joined = job.width_bytes * job.q_width / layout.tp if job.is_causal else 0.0
     return kept + gathered * key_value_bytes(job, layout) + joined
 
 

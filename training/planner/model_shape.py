@@ -1,4 +1,4 @@
-"""The model's numbers: its shape from a config, its parameter count and its FLOPs per token."""
+"""The model's numbers: its shape and parameters from a config or as they were counted, and its FLOPs per token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
+from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
 from training.records.token_shards import TokenShards
 
@@ -20,35 +21,119 @@ ASSUMED_VOCAB = {
 DROPOUT = re.compile(r"^(?!classifier|summary|seq_classif|qa|pooler|token).*(dropout|pdrop|dropout_prob|dropout_p)$")
 MASKED_TYPES = {"bert", "roberta", "distilbert", "electra", "albert", "deberta-v2", "modernbert", "camembert"}
 
+# The experts that a token is sent to, as transformers' configs spell it (5.24).
+CHOSEN_EXPERTS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "num_experts_per_toks",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+    "moe_num_active_primary_experts",
+)
 COUNT_FROM_PAD = {"roberta", "camembert"}  # of these: they count positions from the pad token's ID + 1 on
 COUNT_FROM_PAD_ID = 1  # the pad token's ID of these classes, where config.json names none
 
 
-def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
-    """Return the shape with its parameter count, from Shardline's config or from a Hugging Face config.json."""
-    model = config.model
-    if model.path:
-        if hf_config is None:
-            raise ValueError(
-                f"model.path = {model.path!r}: it has no config.json that can be read; check the path or name"
-            )
-        _check_kind(model, str(hf_config.get("model_type", "unknown")))
-        _check_dropout(model, hf_config)
-        shape = shape_of_hf(hf_config, vocab_size=vocab_size, context=config.train.context)
-    else:
-        shape = ModelShape(
-            architecture=model.architecture,
+def model_shape(
+    config: RunConfig,
+    *,
+    vocab_size: int,
+    end_id: int = 0,
+    hf_config: Mapping[str, Any] | None = None,
+    hf_shape: ModelShape | None = None,
+) -> ModelShape:
+    """Return the shape of the model that the run trains, with its counted parameters.
+
+    `hf_config`: the content of model.path's config.json; `hf_shape`: that model's shape as it was counted
+    (training/models/sizes.py), None if nobody could. `end_id`: the end token. Raises ValueError for a model that cannot
+    be planned, or is not counted.
+    """
+    model, context = config.model, config.train.context
+    if not model.path:
+        return own_shape(
+            model.architecture,
             layers=model.layers,
             width=model.width,
             heads=model.heads,
             kv_heads=(model.kv_heads or model.heads) if model.architecture == "llama" else model.heads,
             mlp_width=model.mlp_width or default_mlp_width(model),
             vocab_size=vocab_size,
-            context=config.train.context,
+            context=context,
             tied=model.tie_embeddings,
-            parameters=0,
         )
-    return shape.model_copy(update={"parameters": count_parameters(shape)})
+    if hf_config is None:
+        raise ValueError(f"model.path = {model.path!r}: it has no config.json that can be read; check the path or name")
+    _check_kind(model, str(hf_config.get("model_type", "unknown")))
+    _check_dropout(model, hf_config)
+    shape = hf_shape or shape_of_hf(hf_config, vocab_size=vocab_size)
+    if context > (shape.context or context):
+        raise ValueError(
+            f"train.context = {context} exceeds the {shape.context} positions of model.path: lower train.context"
+        )
+    if not shape.sizes.is_counted:
+        raise ValueError(
+            f"the parameters of model.path = {model.path}, a {shape.architecture} of {shape.layers} layers x "
+            f"{shape.width:,}, are not counted: there is no torch here, and no host has counted them yet. `shardline "
+            "pretrain` lets the hosts do it before it plans; to plan here, install torch (shardline[train])"
+        )
+    sizes = shape.sizes.with_words(vocab_size - shape.vocab_size)
+    if hf_config.get("model_type") in COUNT_FROM_PAD and model.init == "random":
+        rows = shape.width * (end_id - _pad_id(hf_config))
+        more = {name: getattr(sizes.before, name) + rows for name in ("parameters", "used")}
+        sizes = sizes.model_copy(update={"before": sizes.before.model_copy(update=more)})
+    return shape.model_copy(update={"vocab_size": vocab_size, "context": context, "sizes": sizes})
+
+
+def own_shape(
+    architecture: str,
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    mlp_width: int,
+    vocab_size: int,
+    context: int,
+    tied: bool,
+) -> ModelShape:
+    """Return the shape of a llama, gpt2 or bert whose sizes are known, as transformers builds it (a test compares)."""
+    w, m, words, kv_width = width, mlp_width, vocab_size * width, kv_heads * (width // heads)
+    is_llama, is_bert = architecture == "llama", architecture == "bert"
+    attention = 2 * w * w + 2 * w * kv_width
+    multiplied = attention + (3 if is_llama else 2) * w * m
+    cut_biases, other = (0, 2 * w) if is_llama else (3 * w + m, 6 * w)  # other: norms, biases that are added to sums
+    layer, cut = multiplied + cut_biases + other, multiplied + cut_biases
+    added = 0 if is_llama else (context + (4 if is_bert else 0)) * w  # positions; bert: two types, and a norm
+    head_bias = vocab_size if is_bert else 0
+    cut_head = (0 if tied else words) + head_bias
+    head = cut_head + (0 if tied else head_bias)  # without ties bert has a bias that nothing uses
+    last = {"llama": w, "gpt2": 2 * w, "bert": w * w + 3 * w}[architecture]
+    return ModelShape(
+        architecture=architecture,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width // heads,
+        mlp_width=mlp_width,
+        vocab_size=vocab_size,
+        context=context,
+        tied=tied,
+        sizes=ModelSizes(
+            counted=f"added up from a {architecture}'s tensors",
+            before=Part(parameters=words + added, used=words + added, cut=words, per_word=w),
+            layers=(
+                LayersAlike(
+                    count=layers, parameters=layer, used=layer, cut=cut, multiplied=multiplied, attention=attention
+                ),
+            ),
+            after=Part(parameters=last + head, used=last + head, cut=cut_head, per_word=head // vocab_size),
+            looked_up=(0 if tied else words) + {"llama": 0, "gpt2": context, "bert": context + 2}[architecture] * w,
+            tied=tied,
+        ),
+    )
 
 
 def _check_kind(model: ModelConfig, model_type: str) -> None:
@@ -79,7 +164,7 @@ def check_positions(config: RunConfig, hf: Mapping[str, Any], *, end_id: int) ->
     """
     if hf.get("model_type") not in COUNT_FROM_PAD:
         return []
-    pad_id, rows = int(hf.get("pad_token_id") or COUNT_FROM_PAD_ID), int(hf.get("max_position_embeddings") or 0)
+    pad_id, rows = _pad_id(hf), int(hf.get("max_position_embeddings") or 0)
     positions = rows - pad_id - 1
     if config.train.context > positions:
         raise ValueError(
@@ -93,6 +178,10 @@ def check_positions(config: RunConfig, hf: Mapping[str, Any], *, end_id: int) ->
         f"positions: a {hf['model_type']} counts them from its pad token's ID + 1 on, here {end_id + 1}, so its table "
         f"gets {rows + end_id - pad_id:,} rows for the {positions:,} positions of config.json"
     ]
+
+
+def _pad_id(hf: Mapping[str, Any]) -> int:
+    return int(hf.get("pad_token_id") or COUNT_FROM_PAD_ID)
 
 
 def dropout_fields(hf: Mapping[str, Any]) -> list[str]:
@@ -109,7 +198,8 @@ def default_mlp_width(model: ModelConfig) -> int:
     return -(-model.width * 8 // 3 // 64) * 64 if model.architecture == "llama" else 4 * model.width
 
 
-def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int, context: int) -> ModelShape:
+def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
+    """Return the shape that a Hugging Face config.json describes, not counted. `context` 0: it names no limit."""
     kind = hf.get("model_type", "unknown")
 
     def first(*names: str) -> int:
@@ -124,11 +214,6 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int, context: int) -> Mode
 
     width = first("hidden_size", "n_embd", "d_model", "dim")
     heads = first("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
-    positions = int(hf.get("max_position_embeddings") or hf.get("n_positions") or context)
-    if context > positions:
-        raise ValueError(
-            f"train.context = {context} exceeds the {positions} positions of model.path: lower train.context"
-        )
     mlp_fields = ("intermediate_size", "n_inner", "d_ff", "hidden_dim", "decoder_ffn_dim")
     return ModelShape(
         architecture=str(kind),
@@ -136,36 +221,35 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int, context: int) -> Mode
         width=width,
         heads=heads,
         kv_heads=first("num_key_value_heads") if hf.get("num_key_value_heads") else heads,
+        head_dim=_head_dim(hf) or width // heads,
         mlp_width=first(*mlp_fields) if any(hf.get(field) for field in mlp_fields) else 4 * width,
         vocab_size=vocab_size,
-        context=positions,
-        tied=bool(hf.get("tie_word_embeddings", hf.get("model_type") in {"gpt2", "bert"})),
-        parameters=0,
+        context=int(hf.get("max_position_embeddings") or hf.get("n_positions") or 0),
+        tied=bool(hf.get("tie_word_embeddings", kind in {"gpt2", "bert"})),
     )
 
 
-def count_parameters(shape: ModelShape) -> int:
-    """Exact for llama, gpt2 and bert as transformers builds them (a test compares); llama's formula for others."""
-    w, m, v, layers = shape.width, shape.mlp_width, shape.vocab_size, shape.layers
-    head = 0 if shape.tied else v * w
-    if shape.architecture == "gpt2":
-        layer = (3 * w * w + 3 * w) + (w * w + w) + (w * m + m) + (m * w + w) + 4 * w
-        return v * w + shape.context * w + layers * layer + 2 * w + head
-    if shape.architecture == "bert":
-        layer = 4 * (w * w + w) + (w * m + m) + (m * w + w) + 4 * w
-        embeddings = v * w + shape.context * w + 2 * w + 2 * w
-        return embeddings + layers * layer + (w * w + w + 2 * w) + v + (head and head + v)
-    kv_width = shape.kv_heads * (w // shape.heads)
-    layer = 2 * w * w + 2 * w * kv_width + 3 * w * m + 2 * w
-    return v * w + layers * layer + w + head
+def experts_of_a_token(hf: Mapping[str, Any]) -> int:
+    """Return the number of experts that each token is sent to; 0 if the config names none."""
+    chosen = next((hf[name] for name in CHOSEN_EXPERTS if hf.get(name)), 0)
+    return int(max(chosen) if isinstance(chosen, list) else chosen)  # of each layer: the most
+
+
+def _head_dim(hf: Mapping[str, Any]) -> int:
+    """Return the mean of a head's keys and values (multi-head latent attention has two sizes); 0 if not named."""
+    if hf.get("qk_nope_head_dim") and hf.get("v_head_dim"):
+        return int(hf["qk_nope_head_dim"] + hf.get("qk_rope_head_dim", 0) + hf["v_head_dim"]) // 2
+    return int(hf.get("head_dim") or 0)
 
 
 def flops_per_token(shape: ModelShape) -> float:
-    """Return training FLOPs per token: 6 per multiplied parameter, plus attention 12*L*H*Q*T (PaLM, appendix B)."""
-    lookups = 0 if shape.tied else shape.vocab_size * shape.width
-    if shape.architecture in {"gpt2", "bert"}:
-        lookups += shape.context * shape.width
-    return 6.0 * (shape.parameters - lookups) + 12.0 * shape.layers * shape.width * shape.context
+    """Return training FLOPs per token: 6 per multiplied parameter, plus attention 12*L*H*Q*T (PaLM, appendix B).
+
+    N has the experts that a token is sent to, and L the layers that have attention.
+    """
+    sizes = shape.sizes
+    attention = 12.0 * sizes.attention_layers * shape.heads * shape.head_dim * shape.context
+    return 6.0 * (sizes.used - sizes.looked_up) + attention
 
 
 def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping[str, Any] | None) -> int:

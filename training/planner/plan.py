@@ -46,6 +46,7 @@ def make_plan(
     shards_dir: str = "",
     epoch: Sequence[Epoch] | None = None,
     hf_config: Mapping[str, Any] | None = None,
+    hf_shape: ModelShape | None = None,
     measurements: Sequence[Measurement] = (),
     steps_in_time: int = 0,
 ) -> RunPlan:
@@ -53,15 +54,17 @@ def make_plan(
 
     `shards` gives the exact vocabulary; without them (a dry run) the config's is used. `epoch` (packing.one_epoch)
     is one of each source, with which max_epochs and shares are counted; without it both are left out. `hf_config` is
-    the content of model.path's config.json. `measurements`: of earlier runs; those on this machine correct the prices
-    (corrections.py). `steps_in_time`: the steps for which the run's first plan found time in train.target_minutes; 0:
-    by this plan's prediction.
+    the content of model.path's config.json, `hf_shape` that model's shape with its counted parameters. `measurements`:
+    of earlier runs; those on this machine correct the prices (corrections.py). `steps_in_time`: the steps for which the
+    run's first plan found time in train.target_minutes; 0: by this plan's prediction.
     Raises ValueError, with the numbers and the cure, for a config that cannot work.
     """
-    shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
+    end_id = shards.end_id if shards else 0
+    words = vocab_size(config, shards, hf_config)
+    shape = model_shape(config, vocab_size=words, end_id=end_id, hf_config=hf_config, hf_shape=hf_shape)
     _check_shards(config, shards)
     _check_packing(config, shape)
-    why_positions = check_positions(config, hf_config or {}, end_id=shards.end_id if shards else 0)
+    why_positions = check_positions(config, hf_config or {}, end_id=end_id)
     if config.train.compile is True and (hf_config or {}).get("output_router_logits"):
         raise ValueError(
             "config.json of model.path has output_router_logits=true, and the balance loss cannot be collected from "
@@ -99,7 +102,7 @@ def make_plan(
         shards_dir=shards_dir,
         shards_fingerprint=shards.fingerprint if shards else "",
         vocab_size=shape.vocab_size,
-        end_id=shards.end_id if shards else 0,
+        end_id=end_id,
         mask_id=shards.mask_id if shards else None,
         shape=shape,
         device_kind=inventory.device_kind,

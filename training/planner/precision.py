@@ -182,7 +182,7 @@ def fp8_refusal(shape: ModelShape, *, tp: int) -> str | None:
         )
     sizes = {
         "width / tp": shape.width / tp,
-        "width of keys / tp": shape.width / shape.heads * shape.kv_heads / tp,
+        "width of keys / tp": shape.head_dim * shape.kv_heads / tp,
         "MLP width / tp": shape.mlp_width / tp,
         "train.context": shape.context,
     }

@@ -142,20 +142,22 @@ def product_s(rows: float, inner: float, columns: float, job: Job, model: CostMo
 def _layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, tokens: float) -> Pass:
     """The forward pass of one layer on one tp rank."""
     shape, tp = job.shape, layout.tp
-    width, mlp = shape.width, shape.mlp_width / tp
-    products = [
-        (width, (width + 2 * job.kv_width) / tp),
-        (width / tp, width),
-        (width, mlp * (2 if job.is_gated else 1)),
-        (mlp, width),
-    ]
-    flops = 4 * tokens * job.context * width / tp * (0.5 if job.is_causal and model.time.skips_masked else 1)
+    width, q_width, mlp = shape.width, job.q_width, job.mlp_width / tp
+    attention = [(width, (q_width + 2 * job.kv_width) / tp), (q_width / tp, width)]
+    multiplied = 2 * width * (q_width + job.kv_width)  # more than there is where queries, keys and values have low rank
+    share = job.attention_parameters / multiplied if multiplied else 0.0
+    feed_forward = [(width, mlp * (2 if job.is_gated else 1)), (mlp, width)]
+    flops = 4 * tokens * job.context * q_width / tp * (0.5 if job.is_causal and model.time.skips_masked else 1)
     rate = cluster.attention_tflops or model.time.attention_share * model.time.sustained * cluster.matmul_tflops
     scores = model.program.kept.scores * shape.heads * job.context / tp
     kept = model.program.kept.bytes_per_token(job, tp, sequence_parallel=model.program.sequence_parallel) - scores
     moved = tokens * (model.time.passes * kept + model.time.score_passes * scores)
+
+    def seconds(products: list[tuple[float, float]]) -> float:
+        return sum(product_s(tokens, inner, columns, job, model, cluster) for inner, columns in products)
+
     return Pass(
-        products=sum(product_s(tokens, inner, columns, job, model, cluster) for inner, columns in products),
+        products=share * seconds(attention) + seconds(feed_forward),
         attention=flops / (rate * 1e12),
         memory=moved / (cluster.memory_gb_per_s * 1e9),
         ops=(model.time.ops + (TP_OPS if tp > 1 else 0)) * model.time.op_us / 1e6,

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from pydantic import Field, model_validator
+from pydantic import Field, computed_field, model_validator
 
 from training.config.device_names import key_for
 from training.config.parallel import IN_SHARDS, Precision, Stages, StrategyName
 from training.config.run import RunConfig
 from training.records.correction import Correction, Priced
+from training.records.model_sizes import ModelSizes
 from training.records.record import Record, with_matmul_share
 
 TRAINER_PLAN = "trainer.json"  # in the run folder, where the user's program trains
@@ -28,18 +29,52 @@ NOT_ALLOCATED = ("process", "fragmentation")  # parts of a GPU's memory that tor
 
 
 class ModelShape(Record):
-    """The sizes of a model, from which its memory and speed follow."""
+    """The sizes of a model, from which its memory and speed follow.
+
+    `head_dim`: numbers of a head's queries; where its keys and values differ, the mean of both. `mlp_width`: of a dense
+    layer's MLP, the widest. `sizes`: its parameters, counted.
+    """
 
     architecture: str
     layers: int
     width: int
     heads: int
     kv_heads: int
+    head_dim: int
     mlp_width: int
     vocab_size: int
     context: int
     tied: bool
-    parameters: int
+    sizes: ModelSizes = ModelSizes()
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def parameters(self) -> int:
+        """The number of parameters; 0 if they are not counted."""
+        return self.sizes.parameters
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, fields: Any) -> Any:
+        """Return the fields of a plan whose parameters were computed by a formula, or without the computed field."""
+        if not isinstance(fields, dict) or "parameters" not in fields:
+            return fields
+        own = {name: value for name, value in fields.items() if name != "parameters"}
+        if "sizes" in own:
+            return own
+        words, layers = own["vocab_size"] * own["width"], own["layers"]
+        layer = (fields["parameters"] - words * (1 if own["tied"] else 2)) // layers
+        in_layer = {"parameters": layer, "used": layer, "cut": layer, "multiplied": layer, "attention": layer}
+        after = fields["parameters"] - words - layers * layer
+        sizes = {
+            "counted": "by a formula, as earlier versions of Shardline did",
+            "before": {"parameters": words, "used": words, "cut": words},
+            "layers": [{"count": layers, **in_layer}],
+            "after": {"parameters": after, "used": after, "cut": after},
+            "looked_up": 0 if own["tied"] else words,
+            "tied": own["tied"],
+        }
+        return own | {"head_dim": own["width"] // own["heads"], "sizes": sizes if fields["parameters"] else {}}
 
 
 class Prediction(Record):

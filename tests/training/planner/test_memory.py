@@ -21,10 +21,11 @@ from training.planner.cluster import Cluster, Ring, cluster_of
 from training.planner.cost_model import our_cost_model
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
-from training.planner.memory import activation_bytes_per_token, memory_gib, stage_parameters
+from training.planner.memory import activation_bytes_per_token, memory_gib, rank_parameters, stage_parameters
 from training.planner.plan import make_plan
 from training.planner.pricing import LIKELY_ON_GPUS
 from training.planner.step_time import step_s
+from training.records.model_sizes import Part
 from training.strategies.tensor import shard_matrices
 
 GPT3 = Job(shape=shape_of("gpt-175b", models()["gpt-175b"], 2048), context=2048, global_batch=64, precision="bf16")
@@ -52,7 +53,10 @@ def test_activations_of_gpt3_by_korthikanti(
 
 def test_states_of_a_7_5b_model_by_zero() -> None:
     """Rajbhandari et al. 2020, table 1: 120 GB, and on 64 ranks 31.4, 16.6 and 1.88 GB, at 16 bytes a parameter."""
-    shape = shape_of("gpt-7.5b", models()["gpt-7.5b"], 2048).model_copy(update={"parameters": 7_500_000_000})
+    shape = shape_of("gpt-7.5b", models()["gpt-7.5b"], 2048)
+    rest = Part(parameters=7_500_000_000 - shape.parameters)
+    shape = shape.model_copy(update={"sizes": shape.sizes.model_copy(update={"after": rest})})
+    assert shape.parameters == pytest.approx(7.5e9, rel=1e-5)
     job = Job(shape=shape, context=2048, global_batch=64, precision="bf16")
     for strategy, gigabytes in {"ddp": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.88}.items():
         parts = memory_gib(job, replace(ONE, strategy=strategy, dp=64), MEGATRON, num_shards=64)
@@ -136,10 +140,10 @@ def test_a_pipeline_holds_as_many_micro_batches_as_stages_and_pays_a_bubble() ->
 
 def test_stages_hold_the_whole_model_once_and_a_tied_embedding_twice() -> None:
     job = replace(GPT3, shape=GPT3.shape.model_copy(update={"layers": 96}))
-    first, middle = (stage_parameters(job, replace(ONE, pp=8), stage=stage) for stage in (0, 3))
+    stages = [rank_parameters(job, replace(ONE, pp=8), stage=stage) for stage in range(8)]
     words = job.shape.vocab_size * job.shape.width
-    positions = job.shape.context * job.shape.width
-    assert 2 * first + 6 * middle == pytest.approx(job.shape.parameters - positions + words, rel=1e-4)
+    assert sum(stages) == job.shape.parameters + words
+    assert stage_parameters(job, replace(ONE, pp=8)) == stages[0] == max(stages)
 
 
 def test_rings() -> None:

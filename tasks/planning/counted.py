@@ -1,0 +1,121 @@
+"""Counts the parameters of the model at model.path, on this machine or on a host, and keeps the count.
+
+A process with torch builds the class on the meta device, which takes it some 4 s, most of that to import. A head
+without torch leaves the config.json in the run's folder, where the hosts' check finds it (training/node/host_check.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import training
+from tasks.planning.pretrained import config_file
+from tasks.planning.saved_sizes import num_saved, sizes_of_saved
+from tasks.store.local_copy import local_copy
+from tasks.workspace.paths import home
+from training.config.run import RunConfig
+from training.node.host_check import counted_name, request_name
+from training.planner.model_shape import shape_of_hf
+from training.records.model_state import saved_shapes
+from training.records.plan import ModelShape
+from training.records.record import DamagedRecord
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "model-sizes"  # in SHARDLINE_HOME
+TIMEOUT_S = 180  # importing torch from a cold network disk takes a minute
+
+
+def counted_shape(config: RunConfig) -> ModelShape | None:
+    """Return the shape of model.path with its parameters; None if the run has no such model, or nobody could count it.
+
+    Weights in a local folder are counted by the headers of their files. Raises ValueError for a class that cannot be
+    built or planned, and for files that cannot be read.
+    """
+    if not config.model.path:
+        return None
+    file = config_file(config.model)
+    shape = _kept(config, file)
+    if shape is None and importlib.util.find_spec("torch") is not None:
+        shape = _keep(_count(file, config.objective), _kept_at(config, file))
+    folder = Path(local_copy(config.model.path, field="model.path")).expanduser()
+    if config.model.init == "pretrained" and any(folder.glob("*.safetensors")):
+        return _of_weights(shape, folder, file)
+    return shape
+
+
+@contextmanager
+def counted_by_hosts(config: RunConfig, *, run_dir: Path) -> Iterator[None]:
+    """Let the hosts that are checked meanwhile count the parameters of model.path, if this machine cannot."""
+    if not config.model.path or importlib.util.find_spec("torch") is not None:
+        yield
+        return
+    file = config_file(config.model)
+    if _kept(config, file) is not None:
+        yield
+        return
+    request, answer = run_dir / request_name(config.objective), run_dir / counted_name(config.objective)
+    request.write_bytes(file.read_bytes())
+    try:
+        yield
+        if answer.exists():
+            shape = _keep(ModelShape.read(answer), _kept_at(config, file))
+            logger.info("model.path: %s parameters, %s", f"{shape.parameters:,}", shape.sizes.counted)
+    finally:
+        request.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)
+
+
+def _count(file: Path, objective: str) -> ModelShape:
+    """Count in a process of its own: this one imports no torch. Raises ValueError with the cause if it fails."""
+    program = [sys.executable, "-m", "training.models.sizes", str(file.resolve()), objective]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ValueError(last if done.returncode == 2 else f"the parameters of model.path cannot be counted: {last}")
+    return ModelShape.model_validate_json(done.stdout.splitlines()[-1])
+
+
+def _of_weights(shape: ModelShape | None, folder: Path, file: Path) -> ModelShape:
+    """Return the shape with the count of the folder's weights, or a note if they are not what the class has."""
+    saved = saved_shapes(folder)
+    if shape is None:
+        hf = json.loads(file.read_bytes())
+        shape = shape_of_hf(hf, vocab_size=int(hf["vocab_size"]))
+        return shape.model_copy(update={"sizes": sizes_of_saved(saved, hf, shape)})
+    sizes, total = shape.sizes, num_saved(saved)
+    agree = total == sizes.parameters + sizes.buffers
+    counted = "safetensors headers" if agree else f"{sizes.counted}; its safetensors files have {total:,} numbers"
+    return shape.model_copy(update={"sizes": sizes.model_copy(update={"counted": counted})})
+
+
+# The counts that are kept
+
+
+def _kept_at(config: RunConfig, file: Path) -> Path:
+    """Return where the count of a config.json is kept: under what it depends on."""
+    digest = hashlib.sha256(config.objective.encode() + file.read_bytes())
+    digest.update((Path(training.__path__[0]) / "models" / "sizes.py").read_bytes())
+    return home() / FOLDER / f"{digest.hexdigest()[:16]}.json"
+
+
+def _kept(config: RunConfig, file: Path) -> ModelShape | None:
+    try:
+        return ModelShape.read(_kept_at(config, file))
+    except (FileNotFoundError, DamagedRecord):
+        return None
+
+
+def _keep(shape: ModelShape, path: Path) -> ModelShape:
+    shape.write(path)
+    return shape

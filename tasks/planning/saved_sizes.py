@@ -1,0 +1,77 @@
+"""The parameters of saved weights, by their names and shapes in the files' headers: exact in all, near in its parts.
+
+Which parameters tensor parallelism divides, the class says (training/models/sizes.py), and there is no class here: of
+the architectures that it can divide at all, all matrices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from training.planner.job import KNOWN_ARCHITECTURES
+from training.planner.model_shape import experts_of_a_token
+from training.records.model_sizes import LayersAlike, ModelSizes, Part
+from training.records.model_state import Shapes
+from training.records.plan import ModelShape
+
+# Buffers that older versions of transformers saved, and that today's classes ignore.
+STALE = re.compile(r"(^|\.)(attn|attention|self)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$")
+LAYER = re.compile(r"^(\D*\.)(\d+)\.")
+EXPERT = re.compile(r"\.experts\.(\d+\.)?")
+LAST = re.compile(r"(^|\.)(lm_head|cls|embed_out|output|norm|ln_f|norm_f|final_layer_norm|final_norm)\.")
+ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")
+
+
+def num_saved(saved: Shapes) -> int:
+    """Return the number of numbers in saved weights, without buffers that nothing loads."""
+    return sum(math.prod(shape) for name, shape in saved.items() if not STALE.search(name))
+
+
+def sizes_of_saved(saved: Shapes, hf: Mapping[str, Any], shape: ModelShape) -> ModelSizes:
+    """Return the sizes of saved weights. `hf`: the content of their config.json, `shape`: what it describes."""
+    numbered = defaultdict[str, dict[int, list[str]]](lambda: defaultdict(list))
+    names = [name for name in saved if not STALE.search(name) and not (shape.tied and name == "lm_head.weight")]
+    for name in names:
+        if found := LAYER.match(name):
+            numbered[found[1]][int(found[2])].append(name)
+    layers = max(numbered.values(), key=len, default={})
+    inside = {name for own in layers.values() for name in own}
+    experts = {int(found[1][:-1]) for name in inside if (found := EXPERT.search(name)) and found[1]}
+
+    def used(name: str) -> int:
+        total, chosen = math.prod(saved[name]), experts_of_a_token(hf)
+        if not EXPERT.search(name) or not chosen:
+            return total
+        return total * chosen // (len(experts) or saved[name][0])
+
+    def numbers(own: Iterable[str]) -> dict[str, int]:
+        own = [*own]
+        matrices = [name for name in own if len(saved[name]) > 1]
+        is_cut = shape.architecture in KNOWN_ARCHITECTURES
+        return {
+            "parameters": sum(math.prod(saved[name]) for name in own),
+            "used": sum(map(used, own)),
+            "cut": sum(math.prod(saved[name]) for name in matrices) if is_cut else 0,
+        }
+
+    def layer(own: Iterable[str]) -> LayersAlike:
+        matrices = [name for name in own if len(saved[name]) > 1]
+        attention = sum(used(name) for name in matrices if ATTENTION.search(name))
+        return LayersAlike(count=1, multiplied=sum(map(used, matrices)), attention=attention, **numbers(own))
+
+    outside = [name for name in names if name not in inside]
+    words = shape.vocab_size * shape.width
+    alike = itertools.groupby(layer(layers[number]) for number in sorted(layers))
+    return ModelSizes(
+        counted="safetensors headers",
+        before=Part(**numbers(name for name in outside if not LAST.search(name)), per_word=shape.width),
+        layers=tuple(each.model_copy(update={"count": len(list(same))}) for each, same in alike),
+        after=Part(**numbers(filter(LAST.search, outside)), per_word=0 if shape.tied else shape.width),
+        looked_up=0 if shape.tied else words,
+        tied=shape.tied,
+    )

@@ -1,0 +1,209 @@
+"""Counts a model's parameters on the meta device, from its config.json alone: no weights, no memory, no GPU.
+
+    python -m training.models.sizes CONFIG_JSON OBJECTIVE [NODE]
+
+prints the ModelShape as one line of JSON, for a program that imports no torch. NODE: the host that it runs on, for a
+launcher elsewhere. It exits with 2 and one line if the class cannot be built or planned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from training.models.pretrained import auto_class_of
+from training.planner.model_shape import CHOSEN_EXPERTS, experts_of_a_token, shape_of_hf
+from training.records.model_sizes import LayersAlike, ModelSizes, Part
+from training.records.plan import ModelShape
+
+NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")  # linear attention has no scores
+WHOLE = ("replicate", "moe_tp", "mla_kv_a", "local")  # beginnings of the styles that leave parameters whole
+# transformers has no plan of these; training/strategies/tensor.py cuts them so
+PLANS = {
+    "gpt2": {
+        "transformer.wte": "embedding_rowwise",
+        "lm_head": "colwise",
+        "transformer.h.*.attn.c_attn": "colwise",
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+    },
+    "bert": {
+        "bert.embeddings.word_embeddings": "embedding_rowwise",
+        "cls.predictions.decoder": "colwise",
+        "bert.encoder.layer.*.attention.self.query": "colwise",
+        "bert.encoder.layer.*.attention.self.key": "colwise",
+        "bert.encoder.layer.*.attention.self.value": "colwise",
+        "bert.encoder.layer.*.attention.output.dense": "rowwise",
+        "bert.encoder.layer.*.intermediate.dense": "colwise",
+        "bert.encoder.layer.*.output.dense": "rowwise",
+    },
+}
+
+
+def count_model(settings: Any, *, objective: str, where: str = "on meta") -> ModelShape:
+    """Return the shape, with counted parameters, of the class that transformers makes of a config."""
+    import transformers
+
+    named = {name: getattr(settings, name) for name in NAMES if hasattr(settings, name)}  # some classes compute them
+    shape = shape_of_hf(settings.to_dict() | named, vocab_size=int(named.get("vocab_size") or 0))
+    try:
+        with torch.device("meta"):
+            hf = auto_class_of(objective).from_config(settings, dtype=torch.float32)
+    except ValueError as error:
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"model.path holds a {shape.architecture}, which cannot be built: {why}") from None
+    sizes = sizes_of(hf, counted=f"counted {where} with transformers {transformers.__version__}")
+    return shape.model_copy(update={"layers": sizes.num_layers, "tied": sizes.tied, "sizes": sizes})
+
+
+def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
+    """Return the sizes of a model; it may be on the meta device."""
+    name, num_layers = layers_in(hf)
+    tensors = _tensors(hf)
+    embedding, output = hf.get_input_embeddings().weight, hf.get_output_embeddings()
+    tied = output is not None and output.weight is embedding
+    rows = {id(module.weight) for module in hf.modules() if isinstance(module, nn.Embedding)}
+    first = next(place for place, each in enumerate(tensors) if each.name.startswith(f"{name}."))
+    last = [each for each in tensors[first:] if not each.name.startswith(f"{name}.") and each.identity not in rows]
+    if output is not None and not tied:
+        own = {id(parameter) for parameter in output.parameters()}
+        last += [each for each in tensors if each.identity in own and each not in last]
+    before = [each for each in tensors if not each.name.startswith(f"{name}.") and each not in last]
+    layers = (
+        _layer([each for each in tensors if each.name.startswith(f"{name}.{number}.")]) for number in range(num_layers)
+    )
+    per_word = sum(each.numel // len(embedding) for each in last if each.has_rows(len(embedding)))
+    parameters = {alias for each in tensors for alias in each.aliases}
+    return ModelSizes(
+        counted=counted,
+        before=Part(**_numbers(before), per_word=embedding.shape[1]),
+        layers=tuple(alike.model_copy(update={"count": len(list(same))}) for alike, same in itertools.groupby(layers)),
+        after=Part(**_numbers(last), per_word=per_word),
+        looked_up=sum(each.numel for each in before if each.identity in rows - ({id(embedding)} if tied else set())),
+        buffers=sum(tensor.numel() for each, tensor in hf.state_dict().items() if each not in parameters),
+        tied=tied,
+    )
+
+
+def layers_in(hf: Any) -> tuple[str, int]:
+    """Return the name of the layers and their number: of the class's pipeline plan, else the longest list of modules.
+
+    Raises ValueError for a class without a list of modules.
+    """
+    lists = {name: len(module) for name, module in hf.named_modules() if isinstance(module, nn.ModuleList)}
+    planned = [name for name in getattr(hf, "pp_plan", None) or {} if name in lists]
+    if not lists:
+        raise ValueError(f"a {hf.config.model_type} model has no list of layers: it cannot be planned")
+    name = planned[0] if planned else max(lists, key=lambda each: lists[each])
+    return name, lists[name]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A parameter. `aliases`: its names, the first of which is `name`. `used`: as in Part."""
+
+    name: str
+    aliases: tuple[str, ...]
+    identity: int
+    shape: tuple[int, ...]
+    used: int
+    is_cut: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def has_rows(self, num_words: int) -> bool:
+        """Whether it has a row or a number for each word."""
+        return self.shape[:1] == (num_words,) and "norm" not in self.name
+
+
+def _tensors(hf: Any) -> list[_Tensor]:
+    """Return the model's parameters in the order of its modules; tied ones once."""
+    names = defaultdict[int, list[str]](list)
+    for name, parameter in hf.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [
+        _Tensor(
+            name=name,
+            aliases=tuple(names[id(parameter)]),
+            identity=id(parameter),
+            shape=tuple(parameter.shape),
+            used=_used(hf, name, parameter),
+            is_cut=any(is_cut(hf, alias) for alias in names[id(parameter)]),
+        )
+        for name, parameter in hf.named_parameters()
+    ]
+
+
+def _used(hf: Any, name: str, parameter: nn.Parameter) -> int:
+    """Return how many of a parameter's numbers one token uses: of experts, the share that it is sent to."""
+    if not (found := EXPERTS.search(name)):
+        return parameter.numel()
+    if not (chosen := experts_of_a_token(hf.config.to_dict())):
+        raise ValueError(
+            f"a {hf.config.model_type} model has experts, and its config has none of {', '.join(CHOSEN_EXPERTS)}: how "
+            "many of them a token uses is not known"
+        )
+    experts = hf.get_submodule(name[: found.end()].rstrip("."))
+    count = len(experts) if isinstance(experts, nn.ModuleList) else parameter.shape[0]
+    return parameter.numel() * min(chosen, count) // count
+
+
+def is_cut(hf: Any, name: str) -> bool:
+    """Whether tensor parallelism divides this parameter, by the class's plan: the style of it or of its module."""
+    plan = PLANS.get(hf.config.model_type) or getattr(hf, "tp_plan", None) or {}
+    pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    module, _, own = pattern.rpartition(".")
+    style = plan.get(pattern) or plan.get(module) or ""
+    is_added = style.startswith("rowwise") and own == "bias"  # by each rank, after the sum
+    return bool(style) and not style.startswith(WHOLE) and not is_added
+
+
+def _numbers(tensors: Sequence[_Tensor]) -> dict[str, int]:
+    return {
+        "parameters": sum(each.numel for each in tensors),
+        "used": sum(each.used for each in tensors),
+        "cut": sum(each.numel for each in tensors if each.is_cut),
+    }
+
+
+def _layer(tensors: Sequence[_Tensor]) -> LayersAlike:
+    matrices = [each for each in tensors if len(each.shape) > 1]
+    return LayersAlike(
+        count=1,
+        multiplied=sum(each.used for each in matrices),
+        attention=sum(each.used for each in matrices if ATTENTION.search(each.name)),
+        **_numbers(tensors),
+    )
+
+
+def main(path: Path, objective: str, node: str = "") -> int:
+    from transformers import AutoConfig
+
+    where = f"on node {node}" if node else "on meta"
+    try:
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        shape = count_model(settings, objective=objective, where=where)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(shape.model_dump_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -1,0 +1,115 @@
+"""The parameters of a model, as they were counted: of its layers, and of what comes before and after them."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from training.records.record import Record
+
+NOT_COUNTED = "not counted"
+
+
+class Part(Record):
+    """The parameters of a part of a model.
+
+    `used`: those that one token uses, which are all but the experts that it is not sent to. `cut`: those that tensor
+    parallelism divides by the family's plan; each tp rank has all others. `per_word`: those that one more word of the
+    vocabulary adds.
+    """
+
+    parameters: int = 0
+    used: int = 0
+    cut: int = 0
+    per_word: int = 0
+
+    def of_rank(self, tp: int) -> float:
+        """Return the parameters of one of `tp` ranks."""
+        return self.parameters - self.cut + self.cut / tp
+
+    def with_words(self, more: int) -> Self:
+        """Return the part with so many more words in the vocabulary."""
+        added = more * self.per_word
+        grown = {name: getattr(self, name) + added for name in ("parameters", "used", "cut")}
+        return self.model_copy(update=grown)
+
+
+class LayersAlike(Part):
+    """Neighbouring layers with the same numbers, which are those of one layer.
+
+    `multiplied`: parameters in the matrices that a token is multiplied with. `attention`: of those, attention's.
+    """
+
+    count: int
+    multiplied: int
+    attention: int
+
+
+class ModelSizes(Record):
+    """The parameters of a model. `counted`: where the numbers are from; NOT_COUNTED: they are zeros.
+
+    A tied matrix counts once, in `before`. `looked_up`: parameters of `before` from which a token takes rows, and which
+    it is never multiplied with. `buffers`: numbers in persistent buffers, which are saved but not trained.
+    """
+
+    counted: str = NOT_COUNTED
+    before: Part = Part()
+    layers: tuple[LayersAlike, ...] = ()
+    after: Part = Part()
+    looked_up: int = 0
+    buffers: int = 0
+    tied: bool = False
+
+    @property
+    def is_counted(self) -> bool:
+        return self.counted != NOT_COUNTED
+
+    @property
+    def num_layers(self) -> int:
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        return self.outside.parameters + sum(layer.count * layer.parameters for layer in self.layers)
+
+    @property
+    def used(self) -> int:
+        """The parameters that one token uses."""
+        return self.outside.used + sum(layer.count * layer.used for layer in self.layers)
+
+    @property
+    def cut(self) -> int:
+        return self.outside.cut + sum(layer.count * layer.cut for layer in self.layers)
+
+    @property
+    def outside(self) -> Part:
+        """What does not belong to layers, together."""
+        return _sum(self.before, self.after)
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(layer.count for layer in self.layers if layer.attention)
+
+    def of_layers(self, numbers: range) -> Part:
+        """Return the parameters of the layers of these numbers together."""
+        begin, parameters, cut = 0, 0, 0
+        for layer in self.layers:
+            end = begin + layer.count
+            here = max(0, min(numbers.stop, end) - max(numbers.start, begin))
+            parameters, cut, begin = parameters + here * layer.parameters, cut + here * layer.cut, end
+        return Part(parameters=parameters, cut=cut)
+
+    def with_words(self, more: int) -> ModelSizes:
+        """Return the sizes of the same model with so many more words in its vocabulary."""
+        looked_up = 0 if self.tied else more * self.before.per_word
+        return self.model_copy(
+            update={
+                "before": self.before.with_words(more),
+                "after": self.after.with_words(more),
+                "looked_up": self.looked_up + looked_up,
+            }
+        )
+
+
+def _sum(*parts: Part) -> Part:
+    names = ("parameters", "used", "cut", "per_word")
+    return Part(**{name: sum(getattr(part, name) for part in parts) for name in names})
