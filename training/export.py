@@ -145,6 +145,7 @@ def _write_export(
         objective=plan.config.objective,
         context=plan.config.train.context,
         end_id=plan.end_id,
+        text_encoding=plan.text_encoding,
         files={path.name: hashes.get(path.name) or sha256_file(path) for path in sorted(folder.iterdir())},
         tensors={name: tuple(shape) for name, shape in tensors.items()},
         parity=parity,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tasks.data.readers import Piece
+from tasks.data.readers import CONTEXT_CHARACTERS, Piece
 from training.config.run import DataConfig
 from training.shards.format import Split
 
@@ -29,13 +29,17 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of text in one split. `ends`: its document ends here, in this split. `whole`: it gets an end token."""
+    """A piece of text in one split. `ends`: its document ends here, in this split. `whole`: it gets an end token.
+
+    `before`: the last characters of the same document before it; empty where the document begins.
+    """
 
     split: Split
     text: str
     ends: bool
     whole: bool
     source: int = 0
+    before: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,12 @@ def split_pieces(pieces: Iterable[Piece], rule: SplitRule, *, train_characters: 
     if rule.kind == "documents":
         for piece in pieces:
             split = split_of(piece.name, rule.validation_fraction)
-            yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source)
+            yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source, before=piece.before)
         return
     if rule.kind == "given":
         for piece in pieces:
             split = "train" if piece.source < rule.border else "validation"
-            yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source)
+            yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source, before=piece.before)
         return
     left = rule.border if train_characters is None else train_characters  # characters that still belong to train
     for piece in pieces:
@@ -124,6 +128,8 @@ def split_pieces(pieces: Iterable[Piece], rule: SplitRule, *, train_characters: 
         left -= len(head)
         if head:
             whole = piece.last and not tail
-            yield Passage("train", head, ends=whole or left == 0, whole=whole, source=piece.source)
+            ends = whole or left == 0
+            yield Passage("train", head, ends=ends, whole=whole, source=piece.source, before=piece.before)
         if tail:
-            yield Passage("validation", tail, ends=piece.last, whole=piece.last, source=piece.source)
+            before = (piece.before + head)[-CONTEXT_CHARACTERS:]
+            yield Passage("validation", tail, ends=piece.last, whole=piece.last, source=piece.source, before=before)
