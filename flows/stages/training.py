@@ -130,9 +130,10 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
                 objective=config.objective,
                 store=config.store,
                 engine=engine,
+                continued=config.model.init == "pretrained",
             )
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")
-        check_prompts(folder, config.evaluation.prompts)
+        check_prompts(folder / "tokenizer", shards.encoding, config.evaluation.prompts)
     return folder, shards
 
 

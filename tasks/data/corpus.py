@@ -46,7 +46,7 @@ from tasks.workspace.locks import exclusive
 from training.config.data import SHARDS, DataConfig, TokenizerConfig
 from training.config.store import StoreConfig
 from training.records.record import sha256_file, write_atomically
-from training.records.text_encoding import TextEncoding
+from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.records.token_shards import FinishedChunk, Ledger, Shard, SkippedDocument, SourceFile, TokenShards
 from training.records.words import counted, format_duration
 from training.shards.format import (
@@ -96,14 +96,11 @@ def prepare_corpus(
     specials = special_tokens(pretrained, masked=objective == "masked")
     encoding = text_encoding(data.tokenizer, pretrained, specials, continued=continued)
     joins = pretrained is not None and needs_context(pretrained.backend_tokenizer.to_str())
-
-    def found(data: DataConfig) -> Corpus:
-        skipped = SkippedDocuments(data.on_error)
-        return Corpus(data, find_sources(data, skipped), skipped, report, engine, encoding=encoding, joins=joins)
-
     with contextlib.ExitStack() as stack:
         report = progress or stack.enter_context(text_progress())
-        engine = engine or LocalProcesses(data.processes)
+        found = functools.partial(
+            _found, report=report, engine=engine or LocalProcesses(data.processes), encoding=encoding, joins=joins
+        )
         if not data.sources:
             folder, shards = _prepare_one(found(data), specials, pretrained, tokens_home=tokens_home, store=store)
         else:
@@ -195,6 +192,9 @@ def _prepare_mixture(
     corpora = [part for part in given if isinstance(part, Corpus)]
     if len(corpora) < len(given):
         _check_finished(data)
+        for name, part in zip(names, given, strict=True):
+            if isinstance(part, _Finished):
+                _check_rule(name, part.manifest, corpora[0].encoding if corpora else part.manifest.encoding)
 
     def place(**how: Any) -> tuple[Path, str]:
         fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained, **how)
@@ -330,6 +330,19 @@ def _check_finished(data: DataConfig) -> None:
         raise ValueError("data.deduplicate=exact cannot look into shards: set it to off, or give their text as sources")
 
 
+def _check_rule(name: str, shards: TokenShards, wanted: TextEncoding) -> None:
+    """Raise ValueError if other tokens would come of the text of these shards by the rule that is `wanted`."""
+    made = shards.encoding
+    holds_none = shards.text_encoding is not None and not shards.special_as_tokens + shards.special_as_text
+    if made.bos != wanted.bos or ({*made.special_tokens} != {*wanted.special_tokens} and not holds_none):
+        raise ValueError(
+            f"data.sources: the tokens of {name} were made by another rule ({made.in_words}) than this run's "
+            f"({wanted.in_words}): set "
+            + " ".join(f"data.tokenizer.{field}={value}" for field, value in made.settings.items())
+            + ", or give its text as the source"
+        )
+
+
 def _check_same_tokenizer(names: tuple[str, ...], parts: list[tuple[Path, TokenShards]]) -> None:
     """Raise ValueError if two parts were tokenized by different tokenizers."""
     (first_folder, first), *_ = parts
@@ -354,6 +367,11 @@ def _discard_other_mixture(folder: Path) -> None:
     path.unlink(missing_ok=True)
 
 
+def _found(data: DataConfig, **how: Any) -> Corpus:
+    skipped = SkippedDocuments(data.on_error)
+    return Corpus(data, find_sources(data, skipped), skipped, **how)
+
+
 @dataclass(frozen=True)
 class Corpus:
     """The documents of all files; they are read several times: for the split, the tokenizer and the tokens.
@@ -373,7 +391,7 @@ class Corpus:
     earlier: tuple[Corpus, ...] = ()
     survey_folder: Path | None = None
     draws: bool = False
-    encoding: TextEncoding = TextEncoding()
+    encoding: TextEncoding = NOTHING_SPECIAL
     holds_special: bool | None = None
     joins: bool = False
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from tasks.data.split import Passage
 from tasks.hardware.machine import usable_cores
-from training.records.text_encoding import TextEncoding
+from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.shards.format import Dtype, token_dtype
 from training.tokenizer.text_encoder import ids_of, open_tokenizer, special_tokens_of
 
@@ -52,7 +52,7 @@ class SavedTokenizer:
     end_id: int
     mask_id: int | None
     library: Library
-    encoding: TextEncoding = TextEncoding()
+    encoding: TextEncoding = NOTHING_SPECIAL
 
     @property
     def dtype(self) -> Dtype:

@@ -884,7 +884,7 @@ def _document(
 
 
 def _pieces(place: Place, blocks: Iterable[str], *, ends_here: bool = True, before: str = "") -> Iterator[Piece]:
-    """Yield the pieces of a document. `ends_here`: these blocks are the end of the document. `before`: of their text."""
+    """Yield the pieces of a document. `ends_here`: these blocks are its end. `before`: the characters before them."""
     text = ""
     for block in blocks:
         text += block

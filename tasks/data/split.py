@@ -115,12 +115,16 @@ def split_pieces(pieces: Iterable[Piece], rule: SplitRule, *, train_characters: 
     if rule.kind == "documents":
         for piece in pieces:
             split = split_of(piece.name, rule.validation_fraction)
-            yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source, before=piece.before)
+            yield Passage(
+                split, piece.text, ends=piece.last, whole=piece.last, source=piece.source, before=piece.before
+            )
         return
     if rule.kind == "given":
         for piece in pieces:
             split = "train" if piece.source < rule.border else "validation"
-            yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source, before=piece.before)
+            yield Passage(
+                split, piece.text, ends=piece.last, whole=piece.last, source=piece.source, before=piece.before
+            )
         return
     left = rule.border if train_characters is None else train_characters  # characters that still belong to train
     for piece in pieces:

@@ -108,7 +108,7 @@ def text_encoding(
         )
     special = special_tokens_of(pretrained.backend_tokenizer)
     template = pretrained.chat_template
-    source = template.get("default") if isinstance(template, dict) else template
+    source = str((template.get("default") if isinstance(template, dict) else template) or "")
     if rule == "none" or (rule == "template" and not source):
         special = ()
     elif rule == "template":
@@ -238,9 +238,7 @@ def _write(tokenizer: Tokenizer, specials: Specials, folder: Path) -> None:
     write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True) + "\n")
 
 
-def _described(
-    file: Path, config: TokenizerConfig, specials: Specials, encoding: TextEncoding
-) -> SavedTokenizer:
+def _described(file: Path, config: TokenizerConfig, specials: Specials, encoding: TextEncoding) -> SavedTokenizer:
     tokenizer = load_tokenizer(str(file))
     library, why = choose_library(file, encoding.special_tokens)
     log.info("text is encoded by %s: %s", library, why)

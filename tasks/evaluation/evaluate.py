@@ -144,10 +144,10 @@ def evaluate(
 def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) -> tuple[Path, TokenShards]:
     """Return the run's own shards, or `data`, all of it held out, tokenized by the model's own tokenizer."""
     if data.given:
-        tokenizer = TokenizerConfig(kind="pretrained", path=str(subject.tokenizer))
+        tokenizer = TokenizerConfig(kind="pretrained", path=str(subject.tokenizer), **_own_rule(subject))
         text = data.model_copy(update={"tokenizer": tokenizer, "split": "all"})
         objective = _objective(subject)
-        return prepare_corpus(text, tokens_home=home() / "tokens", objective=objective)
+        return prepare_corpus(text, tokens_home=home() / "tokens", objective=objective, continued=True)
     if held_out_of is None:
         raise ValueError(
             f"{subject.what} was not trained by a run, so it has no held-out text of its own: give --data PATH"
@@ -156,6 +156,11 @@ def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) 
     if not (folder / "manifest.json").exists():
         raise ValueError(f"the run's tokens are not on this machine (looked for {folder}): give --data PATH")
     return folder, TokenShards.read(folder / "manifest.json")
+
+
+def _own_rule(subject: Subject) -> dict[str, Any]:
+    """Return the settings by which the model's own text became tokens; none for a model from elsewhere."""
+    return subject.plan.text_encoding.settings if subject.plan else {}
 
 
 def _objective(subject: Subject) -> Any:
@@ -200,6 +205,7 @@ def _plan(
         vocab_size=model.vocab_size,
         end_id=shards.end_id,
         mask_id=shards.mask_id,
+        text_encoding=subject.plan.text_encoding if subject.plan else shards.encoding,
         shape=model.shape,
         device_kind=device_kind,
         mesh=mesh,

@@ -19,7 +19,7 @@ from training.config.parallel import IN_SHARDS, Precision, Stages, StrategyName
 from training.config.run import RunConfig
 from training.records.correction import Correction, Priced
 from training.records.record import Record, with_matmul_share
-from training.records.text_encoding import TextEncoding
+from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 
 TRAINER_PLAN = "trainer.json"  # in the run folder, where the user's program trains
 RUN_DIR = "{run_dir}"  # in trainer.args
@@ -198,7 +198,7 @@ class RankPlan(Record):
     vocab_size: int
     end_id: int
     mask_id: int | None
-    text_encoding: TextEncoding = TextEncoding()
+    text_encoding: TextEncoding = NOTHING_SPECIAL
     shape: ModelShape
     device_kind: Literal["cpu", "cuda"]
     strategy: StrategyName

@@ -208,7 +208,7 @@ class ExportedModel(Record):
     """export/: model.safetensors, config.json, tokenizer, generation_config.json, ONNX graphs; sha256 by name.
 
     tensors: the shapes of the model's state by name; empty in records of older versions, which left buffers out.
-    text_encoding: how text becomes tokens; None in records of older versions, which took all special tokens for special.
+    text_encoding: how text becomes tokens; None in records of older versions, to which all were special.
     """
 
     step: int

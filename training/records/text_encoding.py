@@ -21,8 +21,16 @@ class TextEncoding(Record):
     bos: tuple[str, ...] = ()
 
     @property
+    def settings(self) -> dict[str, str]:
+        """Return the fields of data.tokenizer that give the same rule with the same tokenizer."""
+        return {"special_tokens_in_text": self.rule, "bos": "yes" if self.bos else "no"}
+
+    @property
     def in_words(self) -> str:
         """`special in text: <|im_start|>, <|im_end|> (template); before each document: <s>`."""
         special = ", ".join(self.special_tokens[:8]) + (" …" if len(self.special_tokens) > 8 else "")
         before = f"; before each document: {' '.join(self.bos)}" if self.bos else ""
         return f"special in text: {special or 'nothing'} ({self.rule}){before}"
+
+
+NOTHING_SPECIAL = TextEncoding()

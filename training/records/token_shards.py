@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from training.records.record import Record
-from training.records.text_encoding import TextEncoding
+from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.records.words import counted
 
 LOST_SHARE = 0.001  # of the characters; more is a warning
@@ -190,7 +190,7 @@ class TokenShards(Ledger):
 
     @property
     def encoding(self) -> TextEncoding:
-        return self.text_encoding or TextEncoding()
+        return self.text_encoding or NOTHING_SPECIAL
 
     def _is_grave(self, each: LeftOut) -> bool:
         """Whether files that are left out are archives, or more than all that are read."""

@@ -85,7 +85,8 @@ class TextEncoder:
                 names[token.content] = name
                 flags = {flag: getattr(token, flag) for flag in ("lstrip", "rstrip", "normalized")}
                 tokenizer.add_tokens([AddedToken(name, special=False, **flags)])
-                ids[tokenizer.token_to_id(name)] = number
+                (alias,) = ids_of(tokenizer, (name,))
+                ids[alias] = number
         return tokenizer, names, ids
 
 
@@ -120,8 +121,12 @@ def tokens_around(tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[str, ...
     return (), ()
 
 
-def ids_of(tokenizer: Tokenizer, tokens: Iterable[str]) -> list[int]:
-    return [tokenizer.token_to_id(token) for token in tokens]
+def ids_of(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[int]:
+    """Return the IDs of tokens. Raises ValueError for one that the tokenizer lacks."""
+    ids = {token: tokenizer.token_to_id(token) for token in tokens}
+    if missing := [token for token, number in ids.items() if number is None]:
+        raise ValueError(f"the tokenizer has no token {missing[0]}: its files are not those that the rule was made for")
+    return [number for number in map(ids.get, tokens) if number is not None]
 
 
 def check_tokens(tokenizer: Tokenizer, ids: Iterable[int]) -> None:
