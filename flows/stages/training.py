@@ -331,7 +331,7 @@ def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> Non
     wait_for_store()
     if champion := champion_evaluation.champion_to_measure(plan, shards, tracking_uri=tracking_uri()):
         with timed(run, "champion"):
-            champion_evaluation.measure(champion, plan)
+            champion_evaluation.measure(champion, plan, EvalReport.read(run.folder / "eval.json"))
 
 
 @stage("Register, and check the gates that need no server and no person")

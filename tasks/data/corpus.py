@@ -333,8 +333,7 @@ def _check_finished(data: DataConfig) -> None:
 def _check_rule(name: str, shards: TokenShards, wanted: TextEncoding) -> None:
     """Raise ValueError if other tokens would come of the text of these shards by the rule that is `wanted`."""
     made = shards.encoding
-    holds_none = shards.text_encoding is not None and not shards.special_as_tokens + shards.special_as_text
-    if made.bos != wanted.bos or ({*made.special_tokens} != {*wanted.special_tokens} and not holds_none):
+    if not shards.made_by(wanted):
         raise ValueError(
             f"data.sources: the tokens of {name} were made by another rule ({made.in_words}) than this run's "
             f"({wanted.in_words}): set "

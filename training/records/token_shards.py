@@ -180,17 +180,27 @@ class TokenShards(Ledger):
                 f"tokenizer does not know them ({unknown}); take one that is byte-level "
                 "or has a byte fallback, or train one on this text with data.tokenizer.kind=bpe"
             )
-        if found := self.special_as_tokens + self.special_as_text:
-            lines.append(
-                f"text: it holds {counted(found, 'string')} that are special tokens of the tokenizer: "
-                f"{self.special_as_tokens:,} became special tokens, {self.special_as_text:,} are text like any other "
-                f"({self.encoding.in_words}); data.tokenizer.special_tokens_in_text=none|template|all chooses"
-            )
-        return [*lines, *(f"text: {hint}" for hint in self.hints)]
+        return [*lines, *self.special_tokens_lines(), *(f"text: {hint}" for hint in self.hints)]
+
+    def special_tokens_lines(self) -> list[str]:
+        """Return a sentence about the special tokens that the text holds, if it does."""
+        if not (found := self.special_as_tokens + self.special_as_text):
+            return []
+        return [
+            f"text: holds {counted(found, 'string')} that are special tokens of the tokenizer: "
+            f"{self.special_as_tokens:,} became special tokens, {self.special_as_text:,} are text like any other "
+            f"({self.encoding.in_words}); data.tokenizer.special_tokens_in_text=none|template|all chooses"
+        ]
 
     @property
     def encoding(self) -> TextEncoding:
         return self.text_encoding or NOTHING_SPECIAL
+
+    def made_by(self, rule: TextEncoding) -> bool:
+        """Whether the rule gives these tokens of their text, as far as is recorded."""
+        holds_none = self.text_encoding is not None and not self.special_as_tokens + self.special_as_text
+        same = {*self.encoding.special_tokens} == {*rule.special_tokens}
+        return self.encoding.bos == rule.bos and (same or holds_none)
 
     def _is_grave(self, each: LeftOut) -> bool:
         """Whether files that are left out are archives, or more than all that are read."""

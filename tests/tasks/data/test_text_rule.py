@@ -52,7 +52,7 @@ def test_special_tokens_in_a_corpus_are_special_by_the_rule(
     assert (shards.special_as_tokens, shards.special_as_text) == (taken, 9 * each - taken)
     assert shards.text_encoding is not None
     assert shards.text_encoding.rule == rule
-    expected = f"it holds {9 * each:,} strings that are special tokens of the tokenizer: {taken:,} became special"
+    expected = f"text: holds {9 * each:,} strings that are special tokens of the tokenizer: {taken:,} became special"
     assert expected in caplog.text
     assert expected in "\n".join(shards.ledger_warnings())
 
