@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from tasks.data.readers import CONTEXT_CHARACTERS
 from tasks.data.split import Passage
 from tasks.hardware.machine import usable_cores
 from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
@@ -99,27 +100,50 @@ def _encode_passages(saved: SavedTokenizer, passages: list[Passage]) -> tuple[np
     """Return the tokens of passages [total] and the number of each one's [passages]: those of whole documents, so with
     the tokens that begin a document, and without the space that some tokenizers put before any text.
     """
-    if not any(passage.before for passage in passages) or not _needs_context(str(saved.file)):
+    if not any(passage.before or passage.after for passage in passages) or not _needs_context(str(saved.file)):
         ids, lengths = _encode(saved, [passage.text for passage in passages])
     else:
-        parts = _cut(*_encode(saved, [passage.before + passage.text for passage in passages]))
-        for number, passage in enumerate(passages):
-            before, _ = _encode(saved, [passage.before])
-            if np.array_equal(parts[number][: len(before)], before):
-                parts[number] = parts[number][len(before) :]
-            else:  # a token goes over the cut
-                parts[number], _ = _encode(saved, [passage.text])
+        texts = [_recut(saved, passage) for passage in passages]
+        parts = _cut(*_encode(saved, [before + text for before, text in texts]))
+        for number, (before, text) in enumerate(texts):
+            known, _ = _encode(saved, [before])
+            same = np.array_equal(parts[number][: len(known)], known)
+            parts[number] = parts[number][len(known) :] if same else _encode(saved, [text])[0]
         ids, lengths = np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
     if bos := ids_of(load_tokenizer(str(saved.file)), saved.encoding.bos):
         starts = np.cumsum(lengths) - lengths
         begun = [
             number
             for number, (passage, start) in enumerate(zip(passages, starts.tolist(), strict=True))
-            if not passage.before and ids[start : start + min(len(bos), lengths[number])].tolist() != bos
+            if passage.begins and ids[start : start + min(len(bos), lengths[number])].tolist() != bos
         ]
         ids = np.insert(ids, np.repeat(starts[begun], len(bos)), np.tile(np.array(bos, ids.dtype), len(begun)))
         lengths[begun] += len(bos)
     return ids, lengths
+
+
+def _recut(saved: SavedTokenizer, passage: Passage) -> tuple[str, str]:
+    """Return the characters before a passage, and its text, cut where a token of the whole document ends.
+
+    Neighbours find the same places: each depends on the characters around the cut between them alone.
+    """
+    whole, start = passage.before + passage.text, len(passage.before)
+    stop = len(whole)
+    if passage.before:
+        start -= _over_cut(saved, passage.before, passage.text[:CONTEXT_CHARACTERS])
+    if passage.after:
+        stop -= _over_cut(saved, passage.text[-CONTEXT_CHARACTERS:], passage.after)
+    return whole[:start], whole[start:stop]
+
+
+def _over_cut(saved: SavedTokenizer, left: str, right: str) -> int:
+    """Return how many characters at the end of `left` are in a token with some of `right`."""
+    tokenizer = load_tokenizer(str(saved.file), saved.encoding.special_tokens)
+    offsets = tokenizer.encode(left + right, add_special_tokens=False).offsets
+    cut = len(left)
+    while over := [start for start, stop in offsets if start < cut < stop]:
+        cut = min(over)
+    return len(left) - cut if cut else 0
 
 
 def needs_context(content: str) -> bool:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 BLOCK_CHARACTERS = 2**18
 LONGEST_INTEGER = 4300  # digits that Python reads as one integer
 LONGEST_PIECE = 2**18  # characters; a tokenizer takes some 100 bytes per character, and its threads share a long text
-CONTEXT_CHARACTERS = 2**8  # before a piece of a document; a tokenizer may write its first word otherwise without them
+CONTEXT_CHARACTERS = 2**8  # on each side of a piece of a document: without them a tokenizer may encode it otherwise
 BORDER_WINDOW = 2**14
 BORDER_BYTES = 2**16  # a border between two spans of one document is searched within this many bytes
 ROWS_PER_BATCH = 1000
@@ -101,12 +101,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or part of a long one. `last`: the document ends here. `before`: its last characters before this."""
+    """A document, or part of a long one. `last`: the document ends here. `before`, `after`: the text around it."""
 
     place: Place
     text: str
     last: bool
     before: str = ""
+    after: str = ""
 
     @property
     def name(self) -> str:
@@ -251,8 +252,8 @@ def _whole_file(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
     if is_empty or skipped.is_repeated(digest.digest):
         return
     ends_here = end is None or end >= span.source.record.num_bytes
-    before = _text_before(span.source, begin)
-    yield from _pieces(place, _blocks(span.source, begin, end), ends_here=ends_here, before=before)
+    before, after = _text_before(span.source, begin), "" if ends_here else _text_after(span.source, end)
+    yield from _pieces(place, _blocks(span.source, begin, end), ends_here=ends_here, before=before, after=after)
 
 
 class _NotText(Exception):
@@ -317,6 +318,15 @@ def _text_before(source: Source, offset: int) -> str:
     with source.open(wanted_bytes=size) as file:
         file.seek(offset - size)
         return file.read(size).decode("utf-8", errors="ignore")[-CONTEXT_CHARACTERS:]
+
+
+def _text_after(source: Source, offset: int | None) -> str:
+    """Return the first characters from a byte on."""
+    assert offset is not None
+    size = 4 * CONTEXT_CHARACTERS
+    with source.open(wanted_bytes=size) as file:
+        file.seek(offset)
+        return file.read(size).decode("utf-8", errors="ignore")[:CONTEXT_CHARACTERS]
 
 
 def _lines(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
@@ -883,17 +893,19 @@ def _document(
         yield from _pieces(place, (value[at : at + BLOCK_CHARACTERS] for at in range(0, len(value), BLOCK_CHARACTERS)))
 
 
-def _pieces(place: Place, blocks: Iterable[str], *, ends_here: bool = True, before: str = "") -> Iterator[Piece]:
-    """Yield the pieces of a document. `ends_here`: these blocks are its end. `before`: the characters before them."""
+def _pieces(
+    place: Place, blocks: Iterable[str], *, ends_here: bool = True, before: str = "", after: str = ""
+) -> Iterator[Piece]:
+    """Yield the pieces of a document. `ends_here`: these blocks end it. `before`, `after`: the text around them."""
     text = ""
-    for block in blocks:
+    for block, ahead in itertools.chain(((block, CONTEXT_CHARACTERS) for block in blocks), [("", 0)]):
         text += block
-        while len(text) > LONGEST_PIECE:
+        while len(text) > LONGEST_PIECE + ahead:
             cut = _border(text)
-            yield Piece(place, text[:cut], last=False, before=before)
+            yield Piece(place, text[:cut], last=False, before=before, after=text[cut : cut + CONTEXT_CHARACTERS])
             before, text = text[cut - CONTEXT_CHARACTERS : cut], text[cut:]
     if text:
-        yield Piece(place, text, last=ends_here, before=before)
+        yield Piece(place, text, last=ends_here, before=before, after=after)
 
 
 def _border(text: str) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from tasks.data.readers import CONTEXT_CHARACTERS, Piece
+from tasks.data.readers import Piece
 from training.config.run import DataConfig
 from training.shards.format import Split
 
@@ -31,7 +31,7 @@ class SplitRule:
 class Passage:
     """A piece of text in one split. `ends`: its document ends here, in this split. `whole`: it gets an end token.
 
-    `before`: the last characters of the same document before it; empty where the document begins.
+    `begins`: its document begins here. `before`, `after`: the characters of the document around it, if it is a piece.
     """
 
     split: Split
@@ -39,7 +39,9 @@ class Passage:
     ends: bool
     whole: bool
     source: int = 0
+    begins: bool = True
     before: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,26 +116,33 @@ def split_pieces(pieces: Iterable[Piece], rule: SplitRule, *, train_characters: 
     """Assign pieces to splits. `train_characters`: for tail, how many characters from here on are train; None: all."""
     if rule.kind == "documents":
         for piece in pieces:
-            split = split_of(piece.name, rule.validation_fraction)
-            yield Passage(
-                split, piece.text, ends=piece.last, whole=piece.last, source=piece.source, before=piece.before
-            )
+            yield _passage(piece, split_of(piece.name, rule.validation_fraction))
         return
     if rule.kind == "given":
         for piece in pieces:
-            split = "train" if piece.source < rule.border else "validation"
-            yield Passage(
-                split, piece.text, ends=piece.last, whole=piece.last, source=piece.source, before=piece.before
-            )
+            yield _passage(piece, "train" if piece.source < rule.border else "validation")
         return
     left = rule.border if train_characters is None else train_characters  # characters that still belong to train
     for piece in pieces:
         head, tail = piece.text[:left], piece.text[left:]
         left -= len(head)
-        if head:
-            whole = piece.last and not tail
-            ends = whole or left == 0
-            yield Passage("train", head, ends=ends, whole=whole, source=piece.source, before=piece.before)
-        if tail:
-            before = (piece.before + head)[-CONTEXT_CHARACTERS:]
-            yield Passage("validation", tail, ends=piece.last, whole=piece.last, source=piece.source, before=before)
+        if head and tail:
+            yield replace(_passage(piece, "train"), text=head, ends=True, whole=False, after="")
+            yield replace(_passage(piece, "validation"), text=tail, begins=False, before="")
+        elif head:
+            yield replace(_passage(piece, "train"), ends=piece.last or left == 0)
+        else:
+            yield _passage(piece, "validation")
+
+
+def _passage(piece: Piece, split: Split) -> Passage:
+    return Passage(
+        split,
+        piece.text,
+        ends=piece.last,
+        whole=piece.last,
+        source=piece.source,
+        begins=not piece.before,
+        before=piece.before,
+        after=piece.after,
+    )

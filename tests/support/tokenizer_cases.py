@@ -71,6 +71,17 @@ def llama(folder: Path) -> Path:
     return write_tokenizer(folder, tokenizer, chat_template=template, **specials)
 
 
+def sentencepiece_over_words(folder: Path) -> Path:
+    """A BPE that knows no words: its tokens reach over spaces and lines."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    own = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=len(own) + 200, special_tokens=own, show_progress=False)
+    tokenizer.train_from_iterator(["".join(HELLOS)], trainer)
+    return write_tokenizer(folder, tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
 TOKENIZERS: dict[str, Callable[[Path], Path]] = {
     each.__name__: each
     for each in (

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from tasks.data.corpus import prepare_corpus
 from tests.support.text_cases import HELLOS
-from tests.support.tokenizer_cases import TOKENIZERS
+from tests.support.tokenizer_cases import TOKENIZERS, sentencepiece_over_words
 from training.config.data import DataConfig
 from training.shards.stream import TokenStream
 
@@ -24,14 +24,14 @@ def tokens_of(home: Path, source: Path, tokenizer: Path, **fields: Any) -> list[
 
 
 @pytest.mark.parametrize("border", ["", "\n", " "], ids=["lines", "blank lines", "words"])
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", [*TOKENIZERS, "sentencepiece_over_words"])
 def test_pieces_have_the_tokens_of_the_whole(
     tmp_path: Path, name: str, border: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.data.readers.LONGEST_PIECE", 1000)
     monkeypatch.setattr("tasks.data.readers.BORDER_WINDOW", 500)
-    monkeypatch.setattr("tasks.data.readers.CONTEXT_CHARACTERS", 100)
-    tokenizer = TOKENIZERS[name](tmp_path / "tokenizer")
+    make = {**TOKENIZERS, "sentencepiece_over_words": sentencepiece_over_words}[name]
+    tokenizer = make(tmp_path / "tokenizer")
     text = border.join(text.replace("\n", " ") if border == " " else text for text in HELLOS).strip()
     source = tmp_path / "long.jsonl"
     source.write_text(json.dumps({"text": text}))
@@ -39,7 +39,9 @@ def test_pieces_have_the_tokens_of_the_whole(
     assert tokens_of(tmp_path, source, tokenizer) == whole
 
 
-@pytest.mark.parametrize("name", ["llama", "unigram", "byte_level_with_space", "chatml"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("unigram", "byte_level_with_space"))]
+)
 def test_chunks_have_the_tokens_of_the_whole(tmp_path: Path, name: str) -> None:
     tokenizer = TOKENIZERS[name](tmp_path / "tokenizer")
     text = "".join(HELLOS) * 120
