@@ -132,6 +132,10 @@ def test_every_door_gives_the_same_ids(served: tuple[TestClient, AliasFollower],
         serve(follower, export)
         replies = [client.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in texts]
         assert replies == ids, name
+        if plan.text_encoding.bos:
+            body = {"prompt": texts[0], "add_special_tokens": False}
+            assert client.post("/tokenize", json=body).json()["tokens"] == ids[0][1:]
+            assert client.get("/tokenizer_info").json()["bos_token"] == plan.text_encoding.bos[0]
         theirs = AutoTokenizer.from_pretrained(export)
         assert [theirs(text).input_ids for text in plain] == ids[: len(plain)], name
 
