@@ -41,6 +41,7 @@ from training.exports.onnx_graphs import (
 )
 from training.exports.parity import check_parity, graphs_in, held_out_texts, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
+from training.exports.tokenizer_files import copy_tokenizer
 from training.models.language_model import LanguageModel, load_model
 from training.models.pretrained import auto_class_of
 from training.node.limits import usable_memory_bytes
@@ -119,7 +120,7 @@ def _write_export(
     plan: RunPlan, result: TrainResult, progress: Progress, *, run_dir: Path, folder: Path
 ) -> ExportedModel:
     checkpoint, why = run_dir / result.checkpoint, why_no_graphs(plan)
-    shutil.copytree(Path(plan.shards_dir) / "tokenizer", folder, dirs_exist_ok=True)
+    copy_tokenizer(plan, folder)
     progress.begin("writing the Hugging Face files")
     hashes, tensors = _copy_huggingface(plan, checkpoint, folder)
     model = None
@@ -145,6 +146,7 @@ def _write_export(
         objective=plan.config.objective,
         context=plan.config.train.context,
         end_id=plan.end_id,
+        text_encoding=plan.text_encoding,
         files={path.name: hashes.get(path.name) or sha256_file(path) for path in sorted(folder.iterdir())},
         tensors={name: tuple(shape) for name, shape in tensors.items()},
         parity=parity,

@@ -131,9 +131,10 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
                 objective=config.objective,
                 store=config.store,
                 engine=engine,
+                continued=config.model.init == "pretrained",
             )
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")
-        check_prompts(folder, config.evaluation.prompts)
+        check_prompts(folder / "tokenizer", shards.encoding, config.evaluation.prompts)
     return folder, shards
 
 
@@ -332,7 +333,7 @@ def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> Non
     wait_for_store()
     if champion := champion_evaluation.champion_to_measure(plan, shards, tracking_uri=tracking_uri()):
         with timed(run, "champion"):
-            champion_evaluation.measure(champion, plan)
+            champion_evaluation.measure(champion, plan, EvalReport.read(run.folder / "eval.json"))
 
 
 @stage("Register, and check the gates that need no server and no person")

@@ -17,21 +17,28 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.data.chunks import Chunk, cut_chunks
-from tasks.data.encoder import SavedTokenizer, TokensDiffer
+from tasks.data.encoder import SavedTokenizer, TokensDiffer, needs_context
 from tasks.data.engine import Engine, LocalProcesses, run_chunks
-from tasks.data.readers import Piece, Place, Span, content_problem, read_spans
+from tasks.data.readers import LONGEST_PIECE, Piece, Place, Span, content_problem, read_spans
 from tasks.data.sample import READ_FACTOR, chunks_to_read, draw, up_to
 from tasks.data.sharding import TokenizeWork, tokenize_chunk
 from tasks.data.sources import EXAMPLES_KEPT, SkippedDocuments, Source, find_sources
 from tasks.data.split import SplitRule, choose_rule, split_pieces
-from tasks.data.survey import Survey, survey_corpus
-from tasks.data.tokenizer import Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
+from tasks.data.survey import FindWork, Survey, find_tokens, survey_corpus
+from tasks.data.tokenizer import (
+    Specials,
+    content_hash,
+    load_pretrained,
+    save_tokenizer,
+    special_tokens,
+    text_encoding,
+)
 from tasks.display.progress import TextProgress, text_progress
 from tasks.planning.pretrained import same_vocabulary
 from tasks.store.shards import find_shards
@@ -39,6 +46,7 @@ from tasks.workspace.locks import exclusive
 from training.config.data import SHARDS, DataConfig, TokenizerConfig
 from training.config.store import StoreConfig
 from training.records.record import sha256_file, write_atomically
+from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.records.token_shards import FinishedChunk, Ledger, Shard, SkippedDocument, SourceFile, TokenShards
 from training.records.words import counted, format_duration
 from training.shards.format import (
@@ -74,28 +82,35 @@ def prepare_corpus(
     progress: TextProgress | None = None,
     store: StoreConfig = NO_STORE,
     engine: Engine | None = None,
+    continued: bool = False,
 ) -> tuple[Path, TokenShards]:
     """Return the shard folder of this corpus, inside `tokens_home`, and its manifest; make them if they are missing.
 
     If the `store` has them, they are not made, and the folder refers to the store. After an interrupted or killed call
     the next one continues. The work is done by `engine`, by default data.processes of this machine; the shards have the
     same bytes in any case. Without `progress` a bar is shown if stderr is a terminal; otherwise a line is logged every
-    15 s. Raises ValueError, which names the place and the cure, for a corpus, a tokenizer or a split that cannot work.
+    15 s. `continued`: the tokens are for a pretrained model, whose tokenizer data.tokenizer.bos=auto follows.
+    Raises ValueError, which names the place and the cure, for a corpus, a tokenizer or a split that cannot work.
     """
     pretrained = load_pretrained(data.tokenizer)
     specials = special_tokens(pretrained, masked=objective == "masked")
+    encoding = text_encoding(data.tokenizer, pretrained, specials, continued=continued)
+    joins = pretrained is not None and needs_context(pretrained.backend_tokenizer.to_str())
     with contextlib.ExitStack() as stack:
         report = progress or stack.enter_context(text_progress())
-        engine = engine or LocalProcesses(data.processes)
+        found = functools.partial(
+            _found, report=report, engine=engine or LocalProcesses(data.processes), encoding=encoding, joins=joins
+        )
         if not data.sources:
-            return _prepare_one(
-                _found(data, report, engine), specials, pretrained, tokens_home=tokens_home, store=store
-            )
-        parts = [
-            _Finished(*_shards_of(source.path)) if source.path.startswith(SHARDS) else _found(own, report, engine)
-            for source, own in ((source, data.of_source(source)) for source in data.sources)
-        ]
-        return _prepare_mixture(data, parts, specials, pretrained, tokens_home=tokens_home, store=store)
+            folder, shards = _prepare_one(found(data), specials, pretrained, tokens_home=tokens_home, store=store)
+        else:
+            parts = [
+                _Finished(*_shards_of(source.path)) if source.path.startswith(SHARDS) else found(own)
+                for source, own in ((source, data.of_source(source)) for source in data.sources)
+            ]
+            folder, shards = _prepare_mixture(data, parts, specials, pretrained, tokens_home=tokens_home, store=store)
+    # Folders are shared by rules that give the same tokens, so the manifest may record another one.
+    return folder, shards.model_copy(update={"text_encoding": encoding})
 
 
 def _prepare_one(
@@ -112,8 +127,10 @@ def _prepare_one(
         fingerprint = _fingerprint(corpus, specials, content_hash(pretrained), version=version)
         return tokens_home.absolute() / fingerprint[:16], fingerprint
 
-    drawing = replace(corpus, draws=True)
-    for folder, _ in (*(place(corpus, version=version) for version in OLDER_VERSIONS), place(corpus), place(drawing)):
+    corpus = _with_rule(corpus, lambda corpus: place(corpus)[0])
+    drawing, older = replace(corpus, draws=True), replace(corpus, joins=False)
+    versions = [place(older, version=version) for version in OLDER_VERSIONS]
+    for folder, _ in (*versions, place(older), place(corpus), place(drawing)):
         if found := _finished_manifest(folder):
             return folder, corpus.with_files_left_out(found)
     corpus.check_contents()
@@ -135,6 +152,27 @@ def _prepare_one(
     return folder, manifest
 
 
+def _with_rule(corpus: Corpus, address: Callable[[Corpus], Path]) -> Corpus:
+    """Return the corpus with whether its text holds special tokens, which is looked for unless shards tell it.
+
+    The address of shards depends on the rule for special tokens only if it does.
+    """
+    if corpus.holds_special is not None:
+        return corpus
+    yes, no = replace(corpus, holds_special=True), replace(corpus, holds_special=False)
+    special = corpus.encoding.special_tokens
+    if not special or (address(yes) / MANIFEST).exists():
+        return yes if special else no
+    with contextlib.suppress(OSError, ValueError):
+        made = TokenShards.read(address(no) / MANIFEST)
+        if made.text_encoding and not made.special_as_tokens + made.special_as_text:
+            return no
+    corpus.check_contents()
+    work = FindWork(corpus.data, address(no).parent, special)
+    found = [found for _, found in run_chunks(corpus.engine, "find special tokens", find_tokens, work, corpus.chunks)]
+    return yes if any(found) else no
+
+
 def _prepare_mixture(
     data: DataConfig,
     given: list[Corpus | _Finished],
@@ -146,15 +184,24 @@ def _prepare_mixture(
 ) -> tuple[Path, TokenShards]:
     """Return the shards of each corpus with one tokenizer, and the manifest of all."""
     names = tuple(source.label for source in data.sources)
+
+    def address(corpus: Corpus) -> Path:
+        return tokens_home.absolute() / _fingerprint(corpus, specials, content_hash(pretrained))[:16]
+
+    given = [_with_rule(part, address) if isinstance(part, Corpus) else part for part in given]
     corpora = [part for part in given if isinstance(part, Corpus)]
     if len(corpora) < len(given):
         _check_finished(data)
+        for name, part in zip(names, given, strict=True):
+            if isinstance(part, _Finished):
+                _check_rule(name, part.manifest, corpora[0].encoding if corpora else part.manifest.encoding)
 
     def place(**how: Any) -> tuple[Path, str]:
         fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained, **how)
         return tokens_home.absolute() / fingerprint[:16], fingerprint
 
-    for folder, _ in (*(place(version=version) for version in OLDER_VERSIONS), place(), place(draws=True)):
+    older = [place(version=version, joins=False) for version in (*OLDER_VERSIONS, FORMAT_VERSION)]
+    for folder, _ in (*older, place(), place(draws=True)):
         if found := _finished_manifest(folder):
             return folder, found
     for corpus in corpora:
@@ -201,9 +248,10 @@ def _fingerprint_of_mixture(
     *,
     version: int = FORMAT_VERSION,
     draws: bool = False,
+    joins: bool = True,
 ) -> str:
     fingerprints = [
-        _fingerprint(part, specials, content_hash(pretrained), version=version)
+        _fingerprint(replace(part, joins=part.joins and joins), specials, content_hash(pretrained), version=version)
         if isinstance(part, Corpus)
         else part.manifest.fingerprint
         for part in given
@@ -282,6 +330,18 @@ def _check_finished(data: DataConfig) -> None:
         raise ValueError("data.deduplicate=exact cannot look into shards: set it to off, or give their text as sources")
 
 
+def _check_rule(name: str, shards: TokenShards, wanted: TextEncoding) -> None:
+    """Raise ValueError if other tokens would come of the text of these shards by the rule that is `wanted`."""
+    made = shards.encoding
+    if not shards.made_by(wanted):
+        raise ValueError(
+            f"data.sources: the tokens of {name} were made by another rule ({made.in_words}) than this run's "
+            f"({wanted.in_words}): set "
+            + " ".join(f"data.tokenizer.{field}={value}" for field, value in made.settings.items())
+            + ", or give its text as the source"
+        )
+
+
 def _check_same_tokenizer(names: tuple[str, ...], parts: list[tuple[Path, TokenShards]]) -> None:
     """Raise ValueError if two parts were tokenized by different tokenizers."""
     (first_folder, first), *_ = parts
@@ -306,9 +366,9 @@ def _discard_other_mixture(folder: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _found(data: DataConfig, report: TextProgress, engine: Engine) -> Corpus:
+def _found(data: DataConfig, **how: Any) -> Corpus:
     skipped = SkippedDocuments(data.on_error)
-    return Corpus(data, find_sources(data, skipped), skipped, report, engine)
+    return Corpus(data, find_sources(data, skipped), skipped, **how)
 
 
 @dataclass(frozen=True)
@@ -317,7 +377,9 @@ class Corpus:
 
     `earlier`: corpora whose documents are left out of this one. `survey_folder`: for the lists of each chunk's
     documents, if they are needed. `draws`: a BPE is trained on text from all over it, because it has more text than
-    data.tokenizer.sample_mib.
+    data.tokenizer.sample_mib. `holds_special`: whether the text holds a token that `encoding` takes for special; None:
+    not known. `joins`: the tokens of a long document are those of the whole, for tokenizers that begin each text with
+    a space.
     """
 
     data: DataConfig
@@ -328,6 +390,9 @@ class Corpus:
     earlier: tuple[Corpus, ...] = ()
     survey_folder: Path | None = None
     draws: bool = False
+    encoding: TextEncoding = NOTHING_SPECIAL
+    holds_special: bool | None = None
+    joins: bool = False
 
     def surveyed_in(self, folder: Path) -> Corpus:
         return self if self.survey_folder else replace(self, survey_folder=folder)
@@ -441,8 +506,8 @@ def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, *, ve
     data, left_out = corpus.data, {"path", "sources", "phases", "hub_revision", "processes", "engine", "streaming"}
     left_out |= {"validation_path", "include", "exclude"}  # the sources say what they choose
     settings = data.model_dump(mode="json", exclude=left_out)
-    settings["tokenizer"].pop("path")
     # Corpora were tokenized before these settings existed.
+    settings["tokenizer"] = {name: settings["tokenizer"][name] for name in ("kind", "vocab_size", "sample_mib")}
     for field in ("encoding", "deduplicate", "where", "json_field", "table"):
         if getattr(data, field) == DataConfig.model_fields[field].default:
             settings.pop(field)
@@ -455,6 +520,12 @@ def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, *, ve
     }
     if corpus.draws and data.tokenizer.kind == "bpe":
         identity["sample"] = DRAWN
+    if corpus.holds_special:
+        identity["special_tokens"] = corpus.encoding.special_tokens
+    if corpus.encoding.bos:
+        identity["bos"] = corpus.encoding.bos
+    if corpus.joins and (corpus.total_bytes is None or corpus.total_bytes > LONGEST_PIECE):
+        identity["long_documents"] = "as a whole"  # until they were, each piece began with a space
     if held_out := sum(source.held_out for source in corpus.sources):
         identity["held_out"] = held_out
     if corpus.has_quotes_in_tsv:
@@ -543,6 +614,7 @@ def _tokenizer_of(
         settings,
         pretrained=pretrained,
         specials=specials,
+        encoding=corpora[0].encoding,
         train_texts=[reported(sample(corpus, rule)) for corpus, rule in zip(corpora, rules, strict=True)],
         all_texts=reported(piece.text for corpus in corpora for piece in corpus.pieces()),
     )
@@ -588,6 +660,7 @@ def _tokenize(
         vocab_size=tokenizer.vocab_size,
         end_id=tokenizer.end_id,
         mask_id=tokenizer.mask_id,
+        text_encoding=tokenizer.encoding,
         dtype=tokenizer.dtype,
         split_rule=rule.why,
         shards=tuple(shard for chunk in finished for shard in chunk.shards),

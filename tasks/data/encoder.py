@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from tasks.data.readers import CONTEXT_CHARACTERS
 from tasks.data.split import Passage
 from tasks.hardware.machine import usable_cores
+from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.shards.format import Dtype, token_dtype
+from training.tokenizer.text_encoder import ids_of, open_tokenizer, special_tokens_of
 
 if TYPE_CHECKING:
     import gigatoken
@@ -50,6 +53,7 @@ class SavedTokenizer:
     end_id: int
     mask_id: int | None
     library: Library
+    encoding: TextEncoding = NOTHING_SPECIAL
 
     @property
     def dtype(self) -> Dtype:
@@ -70,7 +74,7 @@ def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarr
         _compare(saved, passages)
     parts, counts = [np.empty(0, saved.dtype)], [np.empty(0, np.int64)]
     for batch in _batches(passages):
-        ids, lengths = _encode(saved, [passage.text for passage in batch])
+        ids, lengths = _encode_passages(saved, batch)
         whole = np.array([passage.whole for passage in batch])
         parts.append(np.insert(ids.astype(saved.dtype), np.cumsum(lengths)[whole], saved.end_id))
         counts.append(lengths + whole)
@@ -79,23 +83,101 @@ def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarr
     return np.concatenate(parts), ends.tolist(), lengths.tolist()
 
 
-def choose_library(file: Path) -> tuple[Library, str]:
-    """Return the library for a saved tokenizer, and the reason."""
+def choose_library(file: Path, special_tokens: tuple[str, ...] = ()) -> tuple[Library, str]:
+    """Return the library for a saved tokenizer, and the reason. `special_tokens`: those that are special in a text."""
     try:
-        new_gigatoken(file)
+        fast = new_gigatoken(file, special_tokens)
     except ValueError as error:
         return "tokenizers", f"gigatoken cannot: {error}"
+    slow = load_tokenizer(str(file), special_tokens)
+    added = " ".join(f"a{token}b {token}\n" for token in special_tokens_of(slow))  # a chunk's sample may have none
+    if fast.encode(added).tolist() != slow.encode(added, add_special_tokens=False).ids:
+        return "tokenizers", "gigatoken takes other special tokens in a text for special"
     return "gigatoken", "it takes this BPE; a part of each chunk is compared with tokenizers"
+
+
+def _encode_passages(saved: SavedTokenizer, passages: list[Passage]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of passages [total] and the number of each one's [passages]: those of whole documents, so with
+    the tokens that begin a document, and without the space that some tokenizers put before any text.
+    """
+    if not any(passage.before or passage.after for passage in passages) or not _needs_context(str(saved.file)):
+        ids, lengths = _encode(saved, [passage.text for passage in passages])
+    else:
+        texts = [_recut(saved, passage) for passage in passages]
+        parts = _cut(*_encode(saved, [before + text for before, text in texts]))
+        for number, (before, text) in enumerate(texts):
+            known, _ = _encode(saved, [before])
+            same = np.array_equal(parts[number][: len(known)], known)
+            parts[number] = parts[number][len(known) :] if same else _encode(saved, [text])[0]
+        ids, lengths = np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
+    if bos := ids_of(load_tokenizer(str(saved.file)), saved.encoding.bos):
+        starts = np.cumsum(lengths) - lengths
+        begun = [
+            number
+            for number, (passage, start) in enumerate(zip(passages, starts.tolist(), strict=True))
+            if passage.begins and ids[start : start + min(len(bos), lengths[number])].tolist() != bos
+        ]
+        ids = np.insert(ids, np.repeat(starts[begun], len(bos)), np.tile(np.array(bos, ids.dtype), len(begun)))
+        lengths[begun] += len(bos)
+    return ids, lengths
+
+
+def _recut(saved: SavedTokenizer, passage: Passage) -> tuple[str, str]:
+    """Return the characters before a passage, and its text, cut where a token of the whole document ends.
+
+    Neighbours find the same places: each depends on the characters around the cut between them alone.
+    """
+    whole, start = passage.before + passage.text, len(passage.before)
+    stop = len(whole)
+    if passage.before:
+        start -= _over_cut(saved, passage.before, passage.text[:CONTEXT_CHARACTERS])
+    if passage.after:
+        stop -= _over_cut(saved, passage.text[-CONTEXT_CHARACTERS:], passage.after)
+    return whole[:start], whole[start:stop]
+
+
+def _over_cut(saved: SavedTokenizer, left: str, right: str) -> int:
+    """Return how many characters at the end of `left` are in a token with some of `right`."""
+    tokenizer = load_tokenizer(str(saved.file), saved.encoding.special_tokens)
+    offsets = tokenizer.encode(left + right, add_special_tokens=False).offsets
+    cut = len(left)
+    while over := [start for start, stop in offsets if start < cut < stop]:
+        cut = min(over)
+    return len(left) - cut if cut else 0
+
+
+def needs_context(content: str) -> bool:
+    """Whether a tokenizer may write the first word of a text otherwise than the same word inside a text.
+
+    `content`: of its tokenizer.json.
+    """
+
+    def found(part: object) -> bool:
+        if isinstance(part, dict):
+            kind, scheme = part.get("type"), part.get("prepend_scheme", "always")
+            spaced = part.get("add_prefix_space", True)
+            own = (kind == "Metaspace" and scheme != "never") or (kind == "ByteLevel" and spaced) or kind == "Prepend"
+            return own or any(map(found, part.values()))
+        return isinstance(part, list) and any(map(found, part))
+
+    saved = json.loads(content)
+    return found([saved["normalizer"], saved["pre_tokenizer"]])
+
+
+@functools.cache
+def _needs_context(file: str) -> bool:
+    return needs_context(Path(file).read_text(encoding="utf-8"))
 
 
 def _encode(saved: SavedTokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of all texts [total] and the number of each text's [texts]."""
+    special = saved.encoding.special_tokens
     if saved.library == "tokenizers":
-        encodings = load_tokenizer(str(saved.file)).encode_batch_fast(texts, add_special_tokens=False)
+        encodings = load_tokenizer(str(saved.file), special).encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         return np.concatenate(ids), np.array([len(each) for each in ids], np.int64)
     several = os.environ.get("TOKENIZERS_PARALLELISM") != "false" and usable_cores() > 1
-    layout = _encoder(saved.file).take(texts).encode_batch(texts, parallel=several).layout
+    layout = _encoder(saved.file, special).take(texts).encode_batch(texts, parallel=several).layout
     offsets = np.asarray(layout.offsets)
     return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
 
@@ -103,13 +185,14 @@ def _encode(saved: SavedTokenizer, texts: list[str]) -> tuple[np.ndarray, np.nda
 class _Encoder:
     """gigatoken with a saved tokenizer, begun again after ENCODER_CHARACTERS of text."""
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.encoder, self.left = file, new_gigatoken(file), ENCODER_CHARACTERS
+    def __init__(self, file: Path, special_tokens: tuple[str, ...]) -> None:
+        self.new = functools.partial(new_gigatoken, file, special_tokens)
+        self.encoder, self.left = self.new(), ENCODER_CHARACTERS
 
     def take(self, texts: Sequence[str]) -> gigatoken.Tokenizer:
         """Return the encoder for these texts."""
         if self.left < 0:
-            self.encoder, self.left = new_gigatoken(self.file), ENCODER_CHARACTERS
+            self.encoder, self.left = self.new(), ENCODER_CHARACTERS
         self.left -= sum(map(len, texts))
         return self.encoder
 
@@ -166,16 +249,13 @@ def _batches(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
 
 
 @functools.cache
-def load_tokenizer(file: str) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(file)
-    tokenizer.encode_special_tokens = True  # "<|endoftext|>" written in a text is text, not the end of a document
-    return tokenizer
+def load_tokenizer(file: str, special_tokens: tuple[str, ...] = ()) -> Tokenizer:
+    """Return a saved tokenizer to which only these of its special tokens are special where a text holds them."""
+    return open_tokenizer(Path(file), special_tokens)
 
 
-def new_gigatoken(file: Path) -> gigatoken.Tokenizer:
-    """Return gigatoken with a saved tokenizer; special tokens in a text are text to it.
+def new_gigatoken(file: Path, special_tokens: tuple[str, ...] = ()) -> gigatoken.Tokenizer:
+    """Return gigatoken with a saved tokenizer; of its special tokens only these are special to it in a text.
 
     Raises ValueError, with the reason, for a tokenizer that it does not know.
     """
@@ -193,7 +273,8 @@ def new_gigatoken(file: Path) -> gigatoken.Tokenizer:
         )
     if model.get("dropout"):
         raise ValueError(f"the tokenizer drops merges by chance (dropout {model['dropout']:g})")
-    saved["added_tokens"] = [token for token in saved["added_tokens"] if not token["special"]]
+    kept = {*special_tokens}
+    saved["added_tokens"] = [each for each in saved["added_tokens"] if not each["special"] or each["content"] in kept]
     saved |= dict.fromkeys(("post_processor", "truncation", "padding"))
     try:
         return gigatoken.Tokenizer.from_json(json.dumps(saved))

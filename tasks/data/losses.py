@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.data.encoder import load_tokenizer
+from tasks.data.encoder import SavedTokenizer, load_tokenizer
 from tasks.data.split import Passage
+from training.tokenizer.text_encoder import pattern_of
 
 # Every byte that UTF-8 has: all of ASCII that is visible, all of two bytes, some of each first byte of three and four.
 EVERY_BYTE = [*range(0x21, 0x7F), *range(0xA1, 0x800), *range(0x800, 0xD800, 0x1000), *range(0xE000, 0x110000, 0x3001)]
@@ -32,8 +33,11 @@ class Losses:
 NOTHING = Losses()
 
 
-def losses_of(file: Path, passages: Sequence[Passage], tokens: np.ndarray, lengths: Sequence[int]) -> Iterator[Losses]:
+def losses_of(
+    saved: SavedTokenizer, passages: Sequence[Passage], tokens: np.ndarray, lengths: Sequence[int]
+) -> Iterator[Losses]:
     """Yield the losses of each passage. `tokens`: of all of them, one after the other; `lengths`: of each."""
+    file, special = saved.file, pattern_of(saved.encoding.special_tokens)
     if not _may_lose(file):
         yield from (NOTHING for _ in passages)
         return
@@ -42,8 +46,9 @@ def losses_of(file: Path, passages: Sequence[Passage], tokens: np.ndarray, lengt
     for passage, length in zip(passages, lengths, strict=True):
         start, stop = stop, stop + length
         num_unknown = 0 if unknown is None else int((tokens[start:stop] == unknown).sum())
-        if num_unknown or any(not _expresses(file, character) for character in {*passage.text}):
-            lost = _lost_characters(file, passage.text, unknown)
+        text = special.sub("", passage.text)
+        if num_unknown or any(not _expresses(file, character) for character in {*text}):
+            lost = _lost_characters(file, text, unknown)
             yield Losses(len(lost), len("".join(lost).encode()), num_unknown)
         else:
             yield NOTHING

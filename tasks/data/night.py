@@ -278,19 +278,20 @@ def with_slices(night: RunConfig, name: str, older: Sequence[Slice], *, replay: 
 
 
 def continue_from(config: RunConfig, champion: ResolvedModel, *, corpus: Path) -> RunConfig:
-    """Return the config of the same run on `corpus`, from the champion's weights and with its tokenizer.
+    """Return the config of the same run on `corpus`, from the champion's weights, with its tokenizer and its rule for
+    special tokens.
 
     It also starts from the optimizer's moments if the champion's checkpoint is still on this machine.
     """
     folder = str(champion.export_dir)
-    tokenizer = {"kind": "pretrained", "path": folder, "vocab_size": 0}
+    plan = RunPlan.read(champion.records_dir / "plan.json")
+    tokenizer = {"kind": "pretrained", "path": folder, "vocab_size": 0, **plan.text_encoding.settings}
     changes: dict[str, Any] = {
         "data": config.data.model_dump()
         | {"path": str(corpus), "tokenizer": config.data.tokenizer.model_dump() | tokenizer},
         "model": config.model.model_dump() | {"init": "pretrained", "path": folder},
     }
-    run_id = RunPlan.read(champion.records_dir / "plan.json").run_id
-    checkpoint = run_folder(run_id) / TrainResult.read(champion.records_dir / "result.json").checkpoint
+    checkpoint = run_folder(plan.run_id) / TrainResult.read(champion.records_dir / "result.json").checkpoint
     if (checkpoint / "manifest.json").is_file():
         changes["train"] = config.train.model_dump() | {"optimizer_path": str(checkpoint)}
     else:

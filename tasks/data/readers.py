@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 BLOCK_CHARACTERS = 2**18
 LONGEST_INTEGER = 4300  # digits that Python reads as one integer
 LONGEST_PIECE = 2**18  # characters; a tokenizer takes some 100 bytes per character, and its threads share a long text
+CONTEXT_CHARACTERS = 2**8  # on each side of a piece of a document: without them a tokenizer may encode it otherwise
 BORDER_WINDOW = 2**14
 BORDER_BYTES = 2**16  # a border between two spans of one document is searched within this many bytes
 ROWS_PER_BATCH = 1000
@@ -100,11 +101,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or part of a long one. `last`: the document ends here."""
+    """A document, or part of a long one. `last`: the document ends here. `before`, `after`: the text around it."""
 
     place: Place
     text: str
     last: bool
+    before: str = ""
+    after: str = ""
 
     @property
     def name(self) -> str:
@@ -249,7 +252,8 @@ def _whole_file(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
     if is_empty or skipped.is_repeated(digest.digest):
         return
     ends_here = end is None or end >= span.source.record.num_bytes
-    yield from _pieces(place, _blocks(span.source, begin, end), ends_here=ends_here)
+    before, after = _text_before(span.source, begin), "" if ends_here else _text_after(span.source, end)
+    yield from _pieces(place, _blocks(span.source, begin, end), ends_here=ends_here, before=before, after=after)
 
 
 class _NotText(Exception):
@@ -304,6 +308,25 @@ def _border_at(source: Source, offset: int) -> int:
         if found := border.search(text):
             return offset + inside + len(text[: found.end()].encode(errors="surrogateescape"))
     return offset + inside
+
+
+def _text_before(source: Source, offset: int) -> str:
+    """Return the last characters before a byte, empty at the start of the file."""
+    size = min(offset, 4 * CONTEXT_CHARACTERS)  # a character has 4 bytes at most
+    if not size:
+        return ""
+    with source.open(wanted_bytes=size) as file:
+        file.seek(offset - size)
+        return file.read(size).decode("utf-8", errors="ignore")[-CONTEXT_CHARACTERS:]
+
+
+def _text_after(source: Source, offset: int | None) -> str:
+    """Return the first characters from a byte on."""
+    assert offset is not None
+    size = 4 * CONTEXT_CHARACTERS
+    with source.open(wanted_bytes=size) as file:
+        file.seek(offset)
+        return file.read(size).decode("utf-8", errors="ignore")[:CONTEXT_CHARACTERS]
 
 
 def _lines(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
@@ -870,17 +893,19 @@ def _document(
         yield from _pieces(place, (value[at : at + BLOCK_CHARACTERS] for at in range(0, len(value), BLOCK_CHARACTERS)))
 
 
-def _pieces(place: Place, blocks: Iterable[str], *, ends_here: bool = True) -> Iterator[Piece]:
-    """Yield the pieces of a document. `ends_here`: these blocks are the end of the document."""
+def _pieces(
+    place: Place, blocks: Iterable[str], *, ends_here: bool = True, before: str = "", after: str = ""
+) -> Iterator[Piece]:
+    """Yield the pieces of a document. `ends_here`: these blocks end it. `before`, `after`: the text around them."""
     text = ""
-    for block in blocks:
+    for block, ahead in itertools.chain(((block, CONTEXT_CHARACTERS) for block in blocks), [("", 0)]):
         text += block
-        while len(text) > LONGEST_PIECE:
+        while len(text) > LONGEST_PIECE + ahead:
             cut = _border(text)
-            yield Piece(place, text[:cut], last=False)
-            text = text[cut:]
+            yield Piece(place, text[:cut], last=False, before=before, after=text[cut : cut + CONTEXT_CHARACTERS])
+            before, text = text[cut - CONTEXT_CHARACTERS : cut], text[cut:]
     if text:
-        yield Piece(place, text, last=ends_here)
+        yield Piece(place, text, last=ends_here, before=before, after=after)
 
 
 def _border(text: str) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.data.chunks import Chunk
-from tasks.data.encoder import SavedTokenizer, TokensDiffer, encode
+from tasks.data.encoder import SavedTokenizer, TokensDiffer, encode, load_tokenizer
 from tasks.data.losses import Losses, losses_of
 from tasks.data.readers import Place, read_spans
 from tasks.data.sources import SkippedDocuments
@@ -17,6 +20,7 @@ from tasks.data.split import Passage, SplitRule, split_pieces
 from training.config.data import DataConfig
 from training.records.token_shards import FinishedChunk, Shard, SkippedDocument, Stretch
 from training.shards.format import LIBRARY, SPLITS, finished_chunk, write_marker, write_shard
+from training.tokenizer.text_encoder import pattern_of, special_tokens_of
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,12 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
     passages = split_pieces(pieces, work.rule, train_characters=chunk.train_characters)
     shards: list[Shard] = []
     losses: list[Losses] = []
-    characters = 0
+    characters, special = 0, Counter[bool]()
     for part, passages_of_part in enumerate(_cut(passages, num_bytes=work.data.shard_mib * 2**20)):
         with _naming(chunk):
             shards += _write_shards(work, chunk.index, part, passages_of_part, losses)
         characters += sum(len(passage.text) for passage in passages_of_part)
+        special.update(_special_tokens(work.tokenizer, passages_of_part))
     _check_library(work)
     finished = FinishedChunk(
         shards=tuple(sorted(shards, key=lambda shard: SPLITS.index(shard.split))),
@@ -56,6 +61,8 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
         nul_characters=skipped.num_nuls,
         lost_characters=sum(each.characters for each in losses),
         unknown_tokens=sum(each.unknown_tokens for each in losses),
+        special_as_tokens=special[True],
+        special_as_text=special[False],
         skipped_examples=tuple(_recorded(place, problem) for place, problem in skipped.examples),
     )
     write_marker(work.folder, chunk.index, finished)
@@ -107,7 +114,7 @@ def _write_shards(
         tokens, ends, lengths = encode(work.tokenizer, own)
         _check_library(work)
         if len(tokens):
-            lost = list(losses_of(work.tokenizer.file, own, tokens, lengths))
+            lost = list(losses_of(work.tokenizer, own, tokens, lengths))
             losses += lost
             num_bytes = [len(passage.text.encode()) - each.num_bytes for passage, each in zip(own, lost, strict=True)]
             shard = write_shard(
@@ -116,6 +123,19 @@ def _write_shards(
             if split == "validation":
                 shard = shard.model_copy(update={"stretches": _stretches(own, lengths, num_bytes)})
             yield shard
+
+
+def _special_tokens(saved: SavedTokenizer, passages: Iterable[Passage]) -> Iterator[bool]:
+    """Yield for each special token of the tokenizer that the text holds whether it was encoded as such."""
+    pattern = _pattern(str(saved.file))
+    taken = {*saved.encoding.special_tokens}
+    for passage in passages:
+        yield from (token in taken for token in pattern.findall(passage.text))
+
+
+@functools.cache
+def _pattern(file: str) -> re.Pattern[str]:
+    return pattern_of(special_tokens_of(load_tokenizer(file)))
 
 
 def _check_library(work: TokenizeWork) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tasks.data.readers import Piece
@@ -29,13 +29,19 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of text in one split. `ends`: its document ends here, in this split. `whole`: it gets an end token."""
+    """A piece of text in one split. `ends`: its document ends here, in this split. `whole`: it gets an end token.
+
+    `begins`: its document begins here. `before`, `after`: the characters of the document around it, if it is a piece.
+    """
 
     split: Split
     text: str
     ends: bool
     whole: bool
     source: int = 0
+    begins: bool = True
+    before: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,20 +116,33 @@ def split_pieces(pieces: Iterable[Piece], rule: SplitRule, *, train_characters: 
     """Assign pieces to splits. `train_characters`: for tail, how many characters from here on are train; None: all."""
     if rule.kind == "documents":
         for piece in pieces:
-            split = split_of(piece.name, rule.validation_fraction)
-            yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source)
+            yield _passage(piece, split_of(piece.name, rule.validation_fraction))
         return
     if rule.kind == "given":
         for piece in pieces:
-            split = "train" if piece.source < rule.border else "validation"
-            yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source)
+            yield _passage(piece, "train" if piece.source < rule.border else "validation")
         return
     left = rule.border if train_characters is None else train_characters  # characters that still belong to train
     for piece in pieces:
         head, tail = piece.text[:left], piece.text[left:]
         left -= len(head)
-        if head:
-            whole = piece.last and not tail
-            yield Passage("train", head, ends=whole or left == 0, whole=whole, source=piece.source)
-        if tail:
-            yield Passage("validation", tail, ends=piece.last, whole=piece.last, source=piece.source)
+        if head and tail:
+            yield replace(_passage(piece, "train"), text=head, ends=True, whole=False, after="")
+            yield replace(_passage(piece, "validation"), text=tail, begins=False, before="")
+        elif head:
+            yield replace(_passage(piece, "train"), ends=piece.last or left == 0)
+        else:
+            yield _passage(piece, "validation")
+
+
+def _passage(piece: Piece, split: Split) -> Passage:
+    return Passage(
+        split,
+        piece.text,
+        ends=piece.last,
+        whole=piece.last,
+        source=piece.source,
+        begins=not piece.before,
+        before=piece.before,
+        after=piece.after,
+    )

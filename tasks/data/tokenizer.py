@@ -16,6 +16,9 @@ from tasks.data.encoder import SavedTokenizer, choose_library, load_tokenizer
 from tasks.store.local_copy import local_copy
 from training.config.data import TokenizerConfig
 from training.records.record import sha256_file, write_atomically
+from training.records.text_encoding import TextEncoding
+from training.tokenizer.chat_template import ChatTemplate
+from training.tokenizer.text_encoder import special_tokens_of, tokens_around
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -88,6 +91,46 @@ def special_tokens(pretrained: PreTrainedTokenizerFast | None, *, masked: bool) 
     return Specials(end, mask if masked else None)
 
 
+def text_encoding(
+    config: TokenizerConfig, pretrained: PreTrainedTokenizerFast | None, specials: Specials, *, continued: bool
+) -> TextEncoding:
+    """Return the rule by which text becomes tokens. `continued`: a pretrained model is trained further or evaluated.
+
+    Raises ValueError, with the cure, for data.tokenizer.bos=yes with a tokenizer that has no such token.
+    """
+    rule = config.special_tokens_in_text
+    if pretrained is None:
+        own = tuple(token for token in (specials.end, specials.mask) if token)
+        return TextEncoding(
+            rule=rule,
+            special_tokens=own if rule == "all" else (),
+            bos=(specials.end,) if config.bos == "yes" else (),
+        )
+    special = special_tokens_of(pretrained.backend_tokenizer)
+    template = pretrained.chat_template
+    source = str((template.get("default") if isinstance(template, dict) else template) or "")
+    if rule == "none" or (rule == "template" and not source):
+        special = ()
+    elif rule == "template":
+        special = ChatTemplate(source, pretrained.special_tokens_map).written(special)
+    return TextEncoding(rule=rule, special_tokens=special, bos=_bos(config, pretrained, continued=continued))
+
+
+def _bos(config: TokenizerConfig, pretrained: PreTrainedTokenizerFast, *, continued: bool) -> tuple[str, ...]:
+    """Return the tokens with which each document begins."""
+    if config.bos == "no" or (config.bos == "auto" and not continued):
+        return ()
+    before, _ = tokens_around(pretrained.backend_tokenizer)
+    if before or config.bos == "auto":
+        return before
+    if pretrained.bos_token is None:
+        raise ValueError(
+            f"data.tokenizer.bos=yes: the tokenizer of {config.path} has no bos_token: set one in its "
+            "tokenizer_config.json, or data.tokenizer.bos=no"
+        )
+    return (pretrained.bos_token,)
+
+
 def content_hash(pretrained: PreTrainedTokenizerFast | None) -> str:
     """Return the hash of a pretrained tokenizer, for the fingerprint; others depend on corpus and config only."""
     return hashlib.sha256(pretrained.backend_tokenizer.to_str().encode()).hexdigest() if pretrained else ""
@@ -99,6 +142,7 @@ def save_tokenizer(
     *,
     pretrained: PreTrainedTokenizerFast | None,
     specials: Specials,
+    encoding: TextEncoding,
     train_texts: Sequence[Iterable[str]],
     all_texts: Iterable[str],
 ) -> SavedTokenizer:
@@ -116,7 +160,7 @@ def save_tokenizer(
         else:
             _write(_make(config, specials, train_texts=train_texts, all_texts=all_texts), specials, aside)
         aside.rename(target)
-    return _described(target / "tokenizer.json", config, specials)
+    return _described(target / "tokenizer.json", config, specials, encoding)
 
 
 def _make(
@@ -194,18 +238,17 @@ def _write(tokenizer: Tokenizer, specials: Specials, folder: Path) -> None:
     write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True) + "\n")
 
 
-def _described(file: Path, config: TokenizerConfig, specials: Specials) -> SavedTokenizer:
+def _described(file: Path, config: TokenizerConfig, specials: Specials, encoding: TextEncoding) -> SavedTokenizer:
     tokenizer = load_tokenizer(str(file))
-    library, why = choose_library(file)
+    library, why = choose_library(file, encoding.special_tokens)
     log.info("text is encoded by %s: %s", library, why)
     vocab_size = _vocab_size(tokenizer)
     origin = f"pretrained {Path(config.path).name}" if config.kind == "pretrained" else config.kind
     end_id = tokenizer.token_to_id(specials.end)
     mask_id = tokenizer.token_to_id(specials.mask) if specials.mask else None
     assert end_id is not None, f"{specials.end} is not in {file}"
-    return SavedTokenizer(
-        file, f"{origin}, {vocab_size:,} tokens", sha256_file(file), vocab_size, end_id, mask_id, library
-    )
+    name = f"{origin}, {vocab_size:,} tokens"
+    return SavedTokenizer(file, name, sha256_file(file), vocab_size, end_id, mask_id, library, encoding)
 
 
 def _vocab_size(tokenizer: Tokenizer) -> int:

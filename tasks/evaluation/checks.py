@@ -9,11 +9,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
-from tasks.inference.onnx_generator import encode_prompt
 from tasks.workspace.paths import command
 from training.config.run import RunConfig
+from training.records.text_encoding import TextEncoding
+from training.tokenizer.text_encoder import TextEncoder
 
 
 def check_tasks(config: RunConfig) -> None:
@@ -41,11 +40,11 @@ def check_tasks(config: RunConfig) -> None:
         raise (ValueError if done.returncode == 2 else RuntimeError)(lines[-1])
 
 
-def check_prompts(shards_dir: Path, prompts: Iterable[str]) -> None:
-    """Raise ValueError for a sample prompt that the tokenizer beside the shards cannot encode."""
-    tokenizer = Tokenizer.from_file(str(shards_dir / "tokenizer" / "tokenizer.json"))
+def check_prompts(tokenizer: Path, encoding: TextEncoding, prompts: Iterable[str]) -> None:
+    """Raise ValueError for a sample prompt that the tokenizer in this folder cannot encode."""
+    encoder = TextEncoder(tokenizer, encoding.model_dump())
     for prompt in prompts:
         try:
-            encode_prompt(tokenizer, prompt)
+            encoder.encode(prompt)
         except ValueError as error:
             raise ValueError(f"evaluation.prompts: {error}") from None

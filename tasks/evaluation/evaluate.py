@@ -142,12 +142,11 @@ def evaluate(
 
 
 def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) -> tuple[Path, TokenShards]:
-    """Return the run's own shards, or `data`, all of it held out, tokenized by the model's own tokenizer."""
+    """Return the run's own shards, or `data`, all of it held out, tokenized by the model's own tokenizer and rule."""
     if data.given:
-        tokenizer = TokenizerConfig(kind="pretrained", path=str(subject.tokenizer))
-        text = data.model_copy(update={"tokenizer": tokenizer, "split": "all"})
+        text = data.model_copy(update={"tokenizer": _own_tokenizer(subject), "split": "all"})
         objective = _objective(subject)
-        return prepare_corpus(text, tokens_home=home() / "tokens", objective=objective)
+        return prepare_corpus(text, tokens_home=home() / "tokens", objective=objective, continued=True)
     if held_out_of is None:
         raise ValueError(
             f"{subject.what} was not trained by a run, so it has no held-out text of its own: give --data PATH"
@@ -155,7 +154,23 @@ def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) 
     folder = present(Path(held_out_of.shards_dir))
     if not (folder / "manifest.json").exists():
         raise ValueError(f"the run's tokens are not on this machine (looked for {folder}): give --data PATH")
-    return folder, TokenShards.read(folder / "manifest.json")
+    shards = TokenShards.read(folder / "manifest.json")
+    if subject.plan is None or shards.made_by(subject.plan.text_encoding):
+        return folder, shards
+    logger.info(
+        "%s was trained by another rule for special tokens (%s) than %s: tokenizing this run's text by its own",
+        subject.what,
+        subject.plan.text_encoding.in_words,
+        held_out_of.run_id,
+    )
+    text = held_out_of.config.data.model_copy(update={"tokenizer": _own_tokenizer(subject)})
+    return prepare_corpus(text, tokens_home=home() / "tokens", objective=_objective(subject), continued=True)
+
+
+def _own_tokenizer(subject: Subject) -> TokenizerConfig:
+    """Return the model's tokenizer with the rule by which the text of its training became tokens."""
+    rule = subject.plan.text_encoding.settings if subject.plan else {}
+    return TokenizerConfig.model_validate({"kind": "pretrained", "path": str(subject.tokenizer), **rule})
 
 
 def _objective(subject: Subject) -> Any:
@@ -200,6 +215,7 @@ def _plan(
         vocab_size=model.vocab_size,
         end_id=shards.end_id,
         mask_id=shards.mask_id,
+        text_encoding=subject.plan.text_encoding if subject.plan else shards.encoding,
         shape=model.shape,
         device_kind=device_kind,
         mesh=mesh,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from tasks.inference.onnx_generator import TextStream, TokenLogprob
+from training.tokenizer.text_encoder import TextEncoder
 
 
 class EngineDied(RuntimeError):
@@ -22,7 +23,8 @@ class Engine(Protocol):
 
     context: int  # maximum number of tokens that the model sees
     concurrent: int  # requests that are decoded at the same time
-    tokenizer: Tokenizer
+    encoder: TextEncoder  # by the rule of the model's training
+    tokenizer: Tokenizer  # the encoder's, which decodes
     end_id: int  # the token that ends a document
 
     @property

@@ -1,6 +1,7 @@
-"""Generates text from an exported model with ONNX Runtime; imports neither torch nor any other file of Shardline.
+"""Generates text from an exported model with ONNX Runtime; of Shardline it imports only the encoder of text.
 
-Each registered model version contains a copy of this file; `shardline generate`, the server and the pyfunc all use it.
+Each registered model version contains a copy of both files; `shardline generate`, the server and the pyfunc all use
+them.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from tokenizers import Tokenizer
+
+from training.tokenizer.text_encoder import TextEncoder, check_tokens
+
+logger = logging.getLogger(__name__)
 
 # New text is decoded together with this many tokens before it: some decoders (SentencePiece's) drop the
 # space before the first token they see, and byte-level ones need all tokens of a character that spans several.
@@ -445,7 +451,8 @@ class TextGenerator:
 
     def __init__(self, export_dir: Path | str, *, precision: str = "fp32", threads: int = 0) -> None:
         folder = Path(export_dir)
-        self.context, self.end_id, self.tokenizer = open_export(folder)
+        self.context, self.end_id, self.encoder = open_export(folder)
+        self.tokenizer = self.encoder.tokenizer
         self.grammars = Grammars(self.tokenizer, self.end_id)
         self.session = open_graph(folder, precision=precision, threads=threads)
 
@@ -486,7 +493,7 @@ class TextGenerator:
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the prompt's token IDs; for an empty prompt the end token, after which a new document starts."""
-        return encode_prompt(self.tokenizer, prompt) or [self.end_id]
+        return self.encoder.encode(prompt) or [self.end_id]
 
     def chooser(self, sampling: Sampling) -> TokenChooser:
         """Return a chooser for one text. Raises ValueError for tokens outside the vocabulary or an invalid grammar."""
@@ -522,8 +529,8 @@ def shortened(ids: list[int], context: int) -> list[int]:
     return ids[-max(1, context // 2) :]
 
 
-def open_export(folder: Path) -> tuple[int, int, Tokenizer]:
-    """Return context in tokens, end token and tokenizer. Raises ValueError for no export or a masked model."""
+def open_export(folder: Path) -> tuple[int, int, TextEncoder]:
+    """Return context in tokens, end token and encoder. Raises ValueError for no export or a masked model."""
     if not (folder / "export.json").is_file():
         raise ValueError(
             f"{folder} has no export.json, so it is no exported model: "
@@ -535,32 +542,15 @@ def open_export(folder: Path) -> tuple[int, int, Tokenizer]:
             f"{folder} is a masked model: it fills gaps, there is nothing to continue. "
             "Load it with transformers.AutoModelForMaskedLM, or generate with a llama or gpt2 model"
         )
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return export["context"], export["end_id"], tokenizer
-
-
-def check_tokens(tokenizer: Tokenizer, ids: Iterable[int]) -> None:
-    size = tokenizer.get_vocab_size()
-    if unknown := [token for token in ids if not 0 <= token < size]:
-        raise ValueError(f"the vocabulary has {size} tokens, from 0 to {size - 1}: there is no token {unknown[0]}")
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
-    """Return the token IDs of `prompt`. Raises ValueError naming the characters that a character tokenizer lacks."""
-    if not isinstance(prompt, str):
-        check_tokens(tokenizer, prompt)
-        return list(prompt)
-    try:
-        ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
-    except Exception:  # from `tokenizers`; its message names neither the text nor the character
-        vocabulary = tokenizer.get_vocab()
-        unknown = "".join(sorted({character for character in prompt if character not in vocabulary}))
-        raise ValueError(
-            f"the prompt {prompt!r} has characters that this tokenizer was not made with: {unknown!r}; leave them out"
-        ) from None
-    return ids
+    rule = export.get("text_encoding")
+    if rule is None:
+        logger.warning(
+            "%s does not record which special tokens in a text are special (an older version of Shardline made it): "
+            "all are, as before, also where training took them for text. To export a new model version with the rule: "
+            "`shardline resume RUN train.steps=MORE`",
+            folder,
+        )
+    return export["context"], export["end_id"], TextEncoder(folder, rule)
 
 
 def choose_token(logits: np.ndarray, sampling: Sampling, *, random: np.random.Generator) -> int:

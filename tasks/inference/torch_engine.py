@@ -13,7 +13,7 @@ import psutil
 
 from tasks.hardware.machine import device_kind_of, usable_cores
 from tasks.inference.engine import EngineDied
-from tasks.inference.onnx_generator import Sampling, TextStream, TokenLogprob, encode_prompt, open_export
+from tasks.inference.onnx_generator import Sampling, TextStream, TokenLogprob, open_export
 from tasks.inference.torch_ranks import Tokens, TorchRanks
 from training.config.serving import InferenceConfig
 from training.node.limits import usable_memory_bytes
@@ -30,7 +30,8 @@ class TorchEngine:
 
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
-        self.context, self.end_id, self.tokenizer = open_export(folder)
+        self.context, self.end_id, self.encoder = open_export(folder)
+        self.tokenizer = self.encoder.tokenizer
         check_inference(folder, inference)
         self.plan = DecodePlan(
             folder=str(folder.absolute()),
@@ -69,7 +70,7 @@ class TorchEngine:
         params = Sampling(**sampling)
         if not params.is_plain:
             raise ValueError(f"the torch engine has no log-probabilities, penalties, bias or grammar: {OTHER_ENGINE}")
-        prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
+        prompt_ids = self.encoder.encode(prompt) or [self.end_id]
         request = DecodeRequest(
             number=next(self.numbers),
             ids=tuple(prompt_ids[-self.context :]),

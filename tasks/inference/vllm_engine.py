@@ -16,14 +16,13 @@ from tasks.inference.onnx_generator import (
     Sampling,
     TextStream,
     TokenLogprob,
-    check_tokens,
-    encode_prompt,
     open_export,
     shortened,
 )
 from tasks.inference.vllm_process import MODEL, Reply, VllmProcess
 from training.config.serving import InferenceConfig
 from training.planner.inference import check_inference
+from training.tokenizer.text_encoder import check_tokens
 
 AS_ID = "token_id:"  # prefix of the tokens that vLLM writes with return_tokens_as_token_ids
 
@@ -35,7 +34,8 @@ class VllmEngine:
 
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
-        self.context, self.end_id, self.tokenizer = open_export(folder)
+        self.context, self.end_id, self.encoder = open_export(folder)
+        self.tokenizer = self.encoder.tokenizer
         self.grammars = Grammars(self.tokenizer, self.end_id)
         check_inference(folder, inference)
         self.vllm = VllmProcess(folder, inference, context=self.context)
@@ -54,7 +54,7 @@ class VllmEngine:
         """Start a text, like TextGenerator.stream; also raises EngineDied, in this call or during reading."""
         params = Sampling(**sampling)
         check_tokens(self.tokenizer, params.logit_bias)
-        prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
+        prompt_ids = self.encoder.encode(prompt) or [self.end_id]
         self._check(params, len(prompt_ids))
         new_ids = NewIds(self, prompt_ids, params)
         stream = TextStream(self.tokenizer, prompt_ids, new_ids, params)

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 PYFUNC_MODEL = Path(__file__).with_name("pyfunc_model.py")
 GENERATOR = Path(__file__).parents[1] / "inference" / "onnx_generator.py"
+ENCODER = Path(__file__).parents[2] / "training" / "tokenizer" / "text_encoder.py"
 RECORDS = ("plan.json", "result.json", "eval.json")
 METRICS_PER_REQUEST = 1000
 # Packages that a loaded version needs. They are listed, because MLflow would otherwise find them in a subprocess, which
@@ -66,7 +67,9 @@ def logged_model(
 
 
 def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir: Path) -> None:
-    """Write a self-contained MLflow model: MLmodel, signature, example, code, artifacts/{export,records,generator}."""
+    """Write a self-contained MLflow model: MLmodel, signature, example, code, in artifacts/ export, records, generator
+    and encoder.
+    """
     import mlflow
     import pandas as pd
 
@@ -88,6 +91,7 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
             "export": str(stub),
             "records": str(records),
             "generator": str(GENERATOR),
+            "encoder": str(ENCODER),
         },
         signature=_signature(),
         input_example=(pd.DataFrame({"prompt": ["def "]}), {"new_tokens": 32, "seed": 1}),

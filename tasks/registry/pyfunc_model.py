@@ -1,14 +1,15 @@
 """The code of a registered model version, which `mlflow models serve` and `mlflow.pyfunc.load_model` run.
 
 MLflow copies this file into each version and runs it when the version is loaded. So, unlike other files here, it acts
-on import: it calls `set_model`. It imports no Shardline package: the generator of the version's registration lies
-beside it, and two versions with different generators can be loaded into one process.
+on import: it calls `set_model`. It imports no Shardline package: the generator and the encoder of the version's
+registration lie beside it, and two versions with different ones can be loaded into one process.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from types import ModuleType
 from typing import Any
 
 import mlflow
@@ -16,17 +17,31 @@ import pandas as pd
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
+ENCODER = "training.tokenizer.text_encoder"  # as the generator imports it
+
+
+def _load(name: str, path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module there, and the generator its encoder
+    spec.loader.exec_module(module)
+    return module
+
 
 class RegisteredText(PythonModel):
     """Takes a column `prompt`, returns the text that follows each prompt."""
 
     def load_context(self, context: PythonModelContext) -> None:
-        spec = importlib.util.spec_from_file_location("generate_of_this_version", context.artifacts["generator"])
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look up their module there
-        spec.loader.exec_module(module)
+        before = sys.modules.get(ENCODER)
+        try:
+            _load(ENCODER, context.artifacts["encoder"])
+            module = _load("generate_of_this_version", context.artifacts["generator"])
+        finally:
+            sys.modules.pop(ENCODER, None)
+            if before:  # of Shardline, or of another version
+                sys.modules[ENCODER] = before
         self.generator = module.TextGenerator(context.artifacts["export"])
 
     def predict(

@@ -182,6 +182,7 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
             f"fingerprint `{run.shards.fingerprint[:12]}`",
         ),
         ("tokenizer", f"{escape_markdown(run.shards.tokenizer)}, sha256 `{run.shards.tokenizer_sha256[:12]}`"),
+        ("text", escape_markdown(plan.text_encoding.in_words)),
         (
             "checkpoint",
             f"`{run.folder.resolve() / run.result.checkpoint}`, sha256 `{run.result.checkpoint_sha256[:12]}`",

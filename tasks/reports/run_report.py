@@ -192,8 +192,9 @@ def _lineage(data: RunData) -> Iterator[tuple[str, str]]:
         )
         train, validation = (format_count(shards.tokens(split)) for split in ("train", "validation"))
         yield "tokens", f"{train} for training, {validation} held out for validation ({shards.split_rule})"
+        special = shards.special_tokens_lines()
         for line in shards.ledger_lines():
-            yield "not in the tokens", line.removeprefix("text: ")
+            yield "special tokens" if line in special else "not in the tokens", line.removeprefix("text: ")
         yield "tokenizer", f"{shards.tokenizer}, sha256 {shards.tokenizer_sha256}"
     if commits := list(dict.fromkeys(event.commit for event in data.events if event.commit)):
         yield "code", f"Shardline at commit {', then '.join(commits)}"

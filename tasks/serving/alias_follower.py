@@ -14,10 +14,10 @@ from pathlib import Path
 from tasks.inference.engine import Engine
 from tasks.inference.open_engine import open_engine
 from tasks.registry.models import find_version, parse_ref, replaced_by, resolve
-from tasks.serving.chat_template import ChatTemplate
 from tasks.tracking.client import registry_client
 from tasks.workspace.locks import Locked, exclusive
 from training.config.serving import InferenceConfig
+from training.tokenizer.chat_template import ChatTemplate
 from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ServedVersion:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """Return the tokenizer's chat template. Raises LookupError if the tokenizer has none."""
-        return ChatTemplate(self.folder)
+        return ChatTemplate.of_folder(self.folder)
 
     @property
     def idle_s(self) -> float:

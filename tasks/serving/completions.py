@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from tasks.inference.onnx_generator import GrammarFailed, TextStream, TokenLogprob, encode_prompt
+from tasks.inference.onnx_generator import GrammarFailed, TextStream, TokenLogprob
 from tasks.serving.alias_follower import ServedVersion
 from tasks.serving.metrics import ServerMetrics
 from tasks.serving.middleware import Refused
@@ -94,7 +94,7 @@ class TextService:
         loop, scores = asyncio.get_running_loop(), list[TokenLogprob]()
         async with self.stream(served, prompt, sampling, admitted=admitted) as stream:
             if score_prompt:
-                ids = encode_prompt(served.engine.tokenizer, prompt)
+                ids = served.engine.encoder.encode(prompt)
                 score = partial(served.engine.score, ids, top=sampling["logprobs"])
                 try:
                     scores = await loop.run_in_executor(self._pool, score)

@@ -14,12 +14,13 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tasks.inference.onnx_generator import TextStream, decode, encode_prompt
+from tasks.inference.onnx_generator import TextStream, decode
 from tasks.serving.alias_follower import AliasFollower, ServedVersion
 from tasks.serving.completions import Completion, Prompt, TextService, unless_disconnected
 from tasks.serving.middleware import Refused, refusal
 from tasks.serving.openai_replies import ChatReply, CompletionReply, Placed, TokenOffsets, usage
 from tasks.serving.openai_requests import ChatRequest, CompletionRequest, Message, SamplingBody
+from training.tokenizer.text_encoder import special_tokens_of
 
 
 @dataclass(frozen=True)
@@ -88,19 +89,26 @@ def _completion(body: CompletionRequest, served: ServedVersion) -> Asked:
 
 
 def _chat(body: ChatRequest, served: ServedVersion, text: TextService) -> Asked:
-    prompt = chat_prompt(served, body.messages)
-    text.check_prompt(prompt)
+    prompt = chat_prompt(served, body.messages, text)
     new_tokens = body.max_completion_tokens or body.max_tokens
     if new_tokens is None:  # as many as the context has room for
-        left = served.engine.context - len(encode_prompt(served.engine.tokenizer, prompt))
+        left = served.engine.context - len(prompt)
         new_tokens = max(1, min(left, text.limits.max_new_tokens))
     return Asked(body, [(prompt, sampling) for sampling in body.sampling(new_tokens)], ChatReply(served))
 
 
-def chat_prompt(served: ServedVersion, messages: Sequence[Message]) -> str:
-    """Return the text of a chat. Raises Refused: 404 for no chat template, 400 if the template refuses the messages."""
+def chat_prompt(served: ServedVersion, messages: Sequence[Message], text: TextService) -> list[int]:
+    """Return the token IDs of a chat. Special tokens are those that its template writes, and none that a message holds.
+
+    Raises Refused: 404 for no chat template, 400 if the template refuses the messages, or the text is too long.
+    """
+    encoder = served.engine.encoder
     try:
-        return served.chat_template.render([message.for_template() for message in messages])
+        rendered, guard = served.chat_template.render_guarded(
+            [message.for_template() for message in messages], special_tokens_of(encoder.tokenizer)
+        )
+        text.check_prompt(rendered)
+        return encoder.encode_chat(rendered, guard=guard) or [served.engine.end_id]
     except LookupError as error:
         raise Refused(404, f"{served.name} version {served.version} cannot chat: {error}") from None
     except ValueError as error:
@@ -135,7 +143,7 @@ def _choice(asked: Asked, served: ServedVersion, index: int, prompt: Prompt, one
     echoed = _text(served, prompt) if asked.echo else ""
     tokens: list[Placed] | None = None
     if asked.shows_logprobs:
-        offsets = TokenOffsets(tokenizer, () if asked.echo else encode_prompt(tokenizer, prompt))
+        offsets = TokenOffsets(tokenizer, () if asked.echo else served.engine.encoder.encode(prompt))
         offsets.add([*one.prompt_logprobs, *one.logprobs])
         tokens = offsets.take(len(echoed) + len(one.text) if _may_be_cut(asked, one.finish_reason) else None)
     return asked.reply.choice(index, echoed + one.text, one.finish_reason, tokens)
@@ -164,7 +172,7 @@ class CompletionEvents:
         self.offsets: dict[int, TokenOffsets] = {}
         if asked.shows_logprobs:
             tokenizer = served.engine.tokenizer
-            before = [encode_prompt(tokenizer, prompt) for prompt, _ in asked.texts]
+            before = [served.engine.encoder.encode(prompt) for prompt, _ in asked.texts]
             self.offsets = {index: TokenOffsets(tokenizer, ids) for index, ids in enumerate(before)}
 
     async def lines(self) -> AsyncIterator[bytes]:

@@ -149,7 +149,7 @@ class SamplingBody(BaseModel):
 class CompletionRequest(SamplingBody):
     refused: ClassVar = {"suffix": ("the models continue texts, they do not fill gaps in them", ("",))}
 
-    prompt: str | list[int] | list[str] | list[list[int]] = "<|endoftext|>"
+    prompt: str | list[int] | list[str] | list[list[int]] = ""  # a document begins
     max_tokens: int | None = Field(
         16, ge=0, description="0: generate nothing, only echo the prompt with its log-probabilities."
     )

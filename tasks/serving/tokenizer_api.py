@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tasks.inference.onnx_generator import check_tokens, encode_prompt
 from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.completions import TextService
 from tasks.serving.middleware import Refused
 from tasks.serving.openai_api import chat_prompt
 from tasks.serving.openai_requests import Message
+from training.tokenizer.text_encoder import check_tokens
 
 
 class _Body(BaseModel):
@@ -24,7 +24,7 @@ class _Body(BaseModel):
 class TokenizeRequest(_Body):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
-    add_special_tokens: Literal[False] = False  # the server adds no special tokens to a prompt
+    add_special_tokens: bool = True  # false: without the tokens that begin a document, if the model has such
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -42,12 +42,14 @@ def add_tokenizer(app: FastAPI, follower: AliasFollower, text: TextService) -> N
     @app.post("/tokenize")
     def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         with follower.current() as served:
-            prompt = chat_prompt(served, body.messages) if body.messages else body.prompt or ""
-            text.check_prompt(prompt)
-            try:
-                ids = encode_prompt(served.engine.tokenizer, prompt)
-            except ValueError as error:
-                raise Refused(400, str(error)) from None
+            if body.messages:
+                ids = chat_prompt(served, body.messages, text)
+            else:
+                text.check_prompt(prompt := body.prompt or "")
+                try:
+                    ids = served.engine.encoder.encode(prompt, begins=body.add_special_tokens)
+                except ValueError as error:
+                    raise Refused(400, str(error)) from None
             names = [served.engine.tokenizer.id_to_token(token) for token in ids] if body.return_token_strs else None
             return {"tokens": ids, "count": len(ids), "max_model_len": served.engine.context, "token_strs": names}
 
@@ -63,11 +65,16 @@ def add_tokenizer(app: FastAPI, follower: AliasFollower, text: TextService) -> N
 
     @app.get("/tokenizer_info")
     def tokenizer_info() -> dict[str, Any]:
-        """Return special tokens and chat template. A document starts after the token that ends the document before."""
+        """Return special tokens and chat template. A document starts with the token that begins documents, or after the
+        one that ends the document before.
+        """
         with follower.current() as served:
-            end = served.engine.tokenizer.id_to_token(served.engine.end_id)
+            begin, end = (
+                served.engine.tokenizer.id_to_token(token)
+                for token in ([served.engine.end_id, *served.engine.encoder.bos_ids][-1], served.engine.end_id)
+            )
             try:
                 template = served.chat_template.source
             except LookupError:
                 template = None
-            return {"eos_token": end, "bos_token": end, "chat_template": template}
+            return {"eos_token": end, "bos_token": begin, "chat_template": template}

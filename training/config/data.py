@@ -10,8 +10,9 @@ from collections import Counter
 from pathlib import PurePath
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from training.config.credentials import RECORD
 from training.config.section import Section
 
 
@@ -39,6 +40,33 @@ class TokenizerConfig(Section):
     sample_mib: int = Field(
         64, ge=1, le=10_000, description="Amount of training text, in MiB, that a BPE tokenizer is trained on."
     )
+
+    special_tokens_in_text: Literal["none", "template", "all"] = Field(
+        "template",
+        description="The special tokens that are special where a text holds them, such as `<|im_start|>`; all others "
+        "are text like any other. template: those that the tokenizer's chat template writes, none without a template. "
+        "all: every one, as code with fill-in-the-middle markers needs it. The rule holds for training, evaluation, "
+        "samples and prompts alike.",
+    )
+    bos: Literal["auto", "yes", "no"] = Field(
+        "auto",
+        description="Whether each document and each prompt begins with the tokenizer's beginning-of-sequence token. "
+        "auto: where a pretrained model is continued, as its tokenizer does it; otherwise no.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def of_versions_without_rule(cls, fields: Any, info: ValidationInfo) -> Any:
+        """Read what earlier versions recorded: to them special tokens in a text were text, and none began it."""
+        if info.context == RECORD and isinstance(fields, dict):
+            return {"special_tokens_in_text": "none", "bos": "no"} | fields
+        return fields
+
+    @field_validator("bos", mode="before")
+    @classmethod
+    def read_yaml(cls, value: Any) -> Any:
+        """Take the true and false that YAML makes of yes and no."""
+        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
 
     @property
     def bpe_size(self) -> int:

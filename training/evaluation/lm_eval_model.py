@@ -21,7 +21,6 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-from tokenizers import Tokenizer
 
 from training.data.batch import IGNORED, Batch
 from training.evaluation.lm_eval_tasks import EXAMPLES_SEED, load_tasks
@@ -29,6 +28,7 @@ from training.evaluation.loaded_model import Opened
 from training.inference.generate_uncached import continuations
 from training.inference.sampling import SamplingParams
 from training.records.results import TaskScore
+from training.tokenizer.text_encoder import TextEncoder
 from training.tracking.progress import Progress
 
 BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are not means
@@ -85,7 +85,7 @@ class RanksModel(TemplateLM):
     def __init__(self, opened: Opened, progress: Progress) -> None:
         super().__init__()
         self.opened, self.plan, self.progress = opened, opened.plan, progress
-        self.tokenizer = Tokenizer.from_file(str(Path(self.plan.shards_dir) / "tokenizer" / "tokenizer.json"))
+        self.encoder = TextEncoder(Path(self.plan.shards_dir) / "tokenizer", self.plan.text_encoding.model_dump())
         self.max_length = self.plan.config.train.context
         self.rows = self.plan.micro_batches[opened.dp_rank]
         self.shares = self.plan.strategy == "single" and self.plan.mesh["tp"] == self.plan.mesh["pp"] == 1
@@ -110,9 +110,13 @@ class RanksModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self.plan.end_id
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token after which a document's text begins."""
+        return [self.plan.end_id, *self.encoder.bos_ids][-1]
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=False).ids
-        return ids
+        return self.encoder.encode(string, begins=add_special_tokens is not False)
 
     def _loglikelihood_tokens(self, requests: Sequence[ScoreRequest], **kwargs: Any) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether greedy decoding would give it."""
@@ -153,8 +157,8 @@ class RanksModel(TemplateLM):
         windows: list[ScoreRequest] = []
         owners = []
         for number, (text,) in enumerate(request.args for request in requests):
-            tokens = self.tok_encode(text)
-            for pair in utils.get_rolling_token_windows(tokens, self.eot_token_id, self.max_length, 1):
+            tokens = self.tok_encode(text, add_special_tokens=False)
+            for pair in utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
                 windows.append((None, *utils.make_disjoint_window(pair)))
                 owners.append(number)
         sums = [0.0] * len(requests)
@@ -198,7 +202,7 @@ class RanksModel(TemplateLM):
         return [_until(self._decode(ids), stops) for ids in new]
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self.encoder.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _until(text: str, stops: Sequence[str]) -> str:

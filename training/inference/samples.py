@@ -13,6 +13,7 @@ from training.inference.sampling import SamplingParams
 from training.records.plan import RankPlan, RunPlan
 from training.records.record import write_atomically
 from training.strategies import Strategy
+from training.tokenizer.text_encoder import TextEncoder
 from training.tracking.rows import SAMPLES, read_rows
 
 logger = logging.getLogger(__name__)
@@ -22,11 +23,9 @@ class Sampler:
     """Generates a text for each configured prompt. Prompt n has the seed train.seed + n."""
 
     def __init__(self, plan: RankPlan, *, new_tokens: int) -> None:
-        from tokenizers import Tokenizer
-
         self.plan, self.new_tokens, self.prompts = plan, new_tokens, plan.config.evaluation.prompts
-        self.tokenizer = Tokenizer.from_file(str(Path(plan.shards_dir) / "tokenizer" / "tokenizer.json"))
-        encoded = [self.tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in self.prompts]
+        encoder = TextEncoder(Path(plan.shards_dir) / "tokenizer", plan.text_encoding.model_dump())
+        self.tokenizer, encoded = encoder.tokenizer, [encoder.encode(prompt) for prompt in self.prompts]
         self.ids = [ids or [plan.end_id] for ids in encoded]  # empty prompt: a document starts after the end token
         self.seeds = [plan.config.train.seed + number for number in range(len(self.prompts))]
 

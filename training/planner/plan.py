@@ -27,6 +27,7 @@ from training.planner.search import AS_FAST
 from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory
 from training.records.plan import ModelShape, Prediction, RunPlan
+from training.records.text_encoding import NOTHING_SPECIAL
 from training.records.token_shards import TokenShards
 from training.records.words import counted, format_duration
 from training.shards.packing import OWN_DOCUMENT, Epoch
@@ -104,6 +105,7 @@ def make_plan(
         vocab_size=shape.vocab_size,
         end_id=end_id,
         mask_id=shards.mask_id if shards else None,
+        text_encoding=shards.encoding if shards else NOTHING_SPECIAL,
         shape=shape,
         device_kind=inventory.device_kind,
         **chosen.plan_fields(),

@@ -20,6 +20,7 @@ from training.config.run import RunConfig
 from training.records.correction import Correction, Priced
 from training.records.model_sizes import ModelSizes
 from training.records.record import Record, with_matmul_share
+from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 
 TRAINER_PLAN = "trainer.json"  # in the run folder, where the user's program trains
 RUN_DIR = "{run_dir}"  # in trainer.args
@@ -227,6 +228,7 @@ class RankPlan(Record):
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
     `rebalance` lets the micro-batches change while training goes on. `compiled`: whether layers are compiled.
     `local_copies`: of models that are named by URLs.
+    `text_encoding`: how text becomes tokens, in the shards and everywhere else.
     `precision`: of matrix products; `precisions`: by replica, where they differ, and then the former is the weakest.
     """
 
@@ -237,6 +239,7 @@ class RankPlan(Record):
     vocab_size: int
     end_id: int
     mask_id: int | None
+    text_encoding: TextEncoding = NOTHING_SPECIAL
     shape: ModelShape
     device_kind: Literal["cpu", "cuda"]
     strategy: StrategyName

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from training.records.record import Record
+from training.records.text_encoding import TextEncoding
 
 
 class Sample(Record):
@@ -207,6 +208,7 @@ class ExportedModel(Record):
     """export/: model.safetensors, config.json, tokenizer, generation_config.json, ONNX graphs; sha256 by name.
 
     tensors: the shapes of the model's state by name; empty in records of older versions, which left buffers out.
+    text_encoding: how text becomes tokens; None in records of older versions, to which all were special.
     """
 
     step: int
@@ -214,6 +216,7 @@ class ExportedModel(Record):
     objective: Literal["causal", "masked"]
     context: int
     end_id: int
+    text_encoding: TextEncoding | None = None
     files: dict[str, str]
     tensors: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     parity: ParityReport

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from training.records.record import Record
+from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.records.words import counted
 
 LOST_SHARE = 0.001  # of the characters; more is a warning
@@ -79,6 +80,8 @@ class Ledger(Record):
     `skipped`: documents that could not be read, with all that was lost to the same fault. `characters`: of the text
     that was encoded, `nul_characters` and `lost_characters` among them: for a lost one the tokenizer has nothing, or
     only its unknown token (white space between words does not count). `unknown_tokens`: how often it gave that token.
+    `special_as_tokens`, `special_as_text`: how often the text holds special tokens that were encoded as such, and as
+    text.
     """
 
     repeated: int = 0
@@ -88,6 +91,8 @@ class Ledger(Record):
     nul_characters: int = 0
     lost_characters: int = 0
     unknown_tokens: int = 0
+    special_as_tokens: int = 0
+    special_as_text: int = 0
 
     @staticmethod
     def total(ledgers: Iterable[Ledger]) -> dict[str, int]:
@@ -108,6 +113,7 @@ class TokenShards(Ledger):
 
     `parts`: the names of a mixture's sources, in order; its shards lie in the folders of the sources, beside this one.
     `left_out`: the files that were not read. `hints`: sentences about files that may be meant otherwise.
+    `text_encoding`: None in shards of older versions, whose rule is none.
     """
 
     fingerprint: str
@@ -118,6 +124,7 @@ class TokenShards(Ledger):
     vocab_size: int
     end_id: int
     mask_id: int | None
+    text_encoding: TextEncoding | None = None
     dtype: Literal["uint16", "uint32"]
     split_rule: str
     shards: tuple[Shard, ...]
@@ -173,7 +180,27 @@ class TokenShards(Ledger):
                 f"tokenizer does not know them ({unknown}); take one that is byte-level "
                 "or has a byte fallback, or train one on this text with data.tokenizer.kind=bpe"
             )
-        return [*lines, *(f"text: {hint}" for hint in self.hints)]
+        return [*lines, *self.special_tokens_lines(), *(f"text: {hint}" for hint in self.hints)]
+
+    def special_tokens_lines(self) -> list[str]:
+        """Return a sentence about the special tokens that the text holds, if it does."""
+        if not (found := self.special_as_tokens + self.special_as_text):
+            return []
+        return [
+            f"text: holds {counted(found, 'string')} that are special tokens of the tokenizer: "
+            f"{self.special_as_tokens:,} became special tokens, {self.special_as_text:,} are text like any other "
+            f"({self.encoding.in_words}); data.tokenizer.special_tokens_in_text=none|template|all chooses"
+        ]
+
+    @property
+    def encoding(self) -> TextEncoding:
+        return self.text_encoding or NOTHING_SPECIAL
+
+    def made_by(self, rule: TextEncoding) -> bool:
+        """Whether the rule gives these tokens of their text, as far as is recorded."""
+        holds_none = self.text_encoding is not None and not self.special_as_tokens + self.special_as_text
+        same = {*self.encoding.special_tokens} == {*rule.special_tokens}
+        return self.encoding.bos == rule.bos and (same or holds_none)
 
     def _is_grave(self, each: LeftOut) -> bool:
         """Whether files that are left out are archives, or more than all that are read."""

@@ -11,14 +11,21 @@ import pytest
 
 from flows.cli.command import main
 from flows.presets import evaluate_config
+from tasks.data.corpus import prepare_corpus
+from tasks.evaluation.champion import per_token_of
 from tasks.evaluation.checks import check_tasks
 from tasks.evaluation.evaluate import evaluate, find_subject
 from tasks.evaluation.report import metrics_of, table_of
 from tasks.promotion.register import register_model
-from tests.support.configs import tiny_config
+from tests.support.configs import inventory, tiny_config
 from tests.support.lm_eval_tasks import write_tasks
 from tests.support.mlflow_store import Store
+from tests.support.tiny_corpus import write_json_lines
 from tests.support.tiny_run import TEXT, tiny_run
+from training.config.data import DataConfig
+from training.config.evaluation import EvaluationConfig
+from training.config.serving import InferenceConfig
+from training.planner.plan import make_plan
 from training.records.results import EvalReport, SourceFigures, TaskScore
 
 
@@ -130,6 +137,36 @@ def test_a_registered_versions_evaluation_is_an_mlflow_run_tied_to_its_model(
     assert run.inputs.model_inputs[0].model_id == version.tags["shardline.model_id"]
     model = client.get_logged_model(version.tags["shardline.model_id"])
     assert printed["loss"] in [metric.value for metric in model.metrics if metric.key == "eval/loss"]
+
+
+@pytest.mark.slow
+def test_a_model_is_measured_by_its_own_rule_for_special_tokens(trained: Path, homed: Path) -> None:
+    """A champion whose training took markers for text, on the text of a run that takes them for tokens."""
+    tokenizer = homed / "tokenizer"
+    shutil.copytree(trained.parent / "shards-run" / "tokenizer", tokenizer)
+    (tokenizer / "chat_template.jinja").write_text("{% for m in messages %}<|mask|>{{ m.content }}{% endfor %}")
+    source = write_json_lines(homed / "chats.jsonl", [f"<|mask|>Hello {number}<|mask|>Yes." for number in range(60)])
+    config = tiny_config(data__path=str(source), data__tokenizer={"kind": "pretrained", "path": str(tokenizer)})
+    folder, shards = prepare_corpus(config.data, tokens_home=homed / "tokens")
+    plan = make_plan(config, inventory(1), run_id="challenger", shards=shards, shards_dir=str(folder))
+    subject = find_subject(str(trained))
+    report = evaluate(
+        subject,
+        data=DataConfig(),
+        evaluation=EvaluationConfig(prompts=()),
+        inference=InferenceConfig(),
+        held_out_of=plan,
+    )
+    tokens, documents = shards.tokens("validation"), shards.documents("validation")
+    assert report.shards_fingerprint != plan.shards_fingerprint
+    assert report.text_bytes == shards.text_bytes("validation")
+    assert report.tokens == tokens - 1 + documents * 2 * (len("<|mask|>") - 1)
+    own = report.model_copy(
+        update={"tokens": tokens - 1, "sources": (report.sources[0].model_copy(update={"tokens": tokens - 1}),)}
+    )
+    compared = per_token_of(report, own)
+    assert compared.loss * compared.tokens == pytest.approx(report.loss * report.tokens)
+    assert compared.loss_by_source == pytest.approx({"chats.jsonl": compared.loss})
 
 
 def test_what_cannot_be_evaluated_is_said_with_the_cure(

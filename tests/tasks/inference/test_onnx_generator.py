@@ -178,7 +178,7 @@ def test_no_torch_is_loaded(exported_run: Path) -> None:
 def test_characters_that_the_tokenizer_does_not_know_are_named_before_any_training(tmp_path: Path) -> None:
     (tmp_path / "verse.txt").write_text("so much depends upon a red wheel barrow\n" * 20)
     data = DataConfig(path=str(tmp_path / "verse.txt"), tokenizer=TokenizerConfig(kind="characters"), split="tail")
-    folder, _ = prepare_corpus(data, tokens_home=tmp_path / "tokens")
-    check_prompts(folder, ["so much", ""])
+    folder, shards = prepare_corpus(data, tokens_home=tmp_path / "tokens")
+    check_prompts(folder / "tokenizer", shards.encoding, ["so much", ""])
     with pytest.raises(ValueError, match=r"evaluation.prompts: the prompt '赤 wheel!' has characters .*: '!赤'"):
-        check_prompts(folder, ["so", "赤 wheel!"])
+        check_prompts(folder / "tokenizer", shards.encoding, ["so", "赤 wheel!"])

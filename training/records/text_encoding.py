@@ -1,0 +1,36 @@
+"""The rule by which text became a model's tokens, for every later use of the model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from training.records.record import Record
+
+SpecialTokensInText = Literal["none", "template", "all"]
+
+
+class TextEncoding(Record):
+    """What training.tokenizer.text_encoder needs beside a tokenizer. Shards without this record have its defaults.
+
+    `rule`: data.tokenizer.special_tokens_in_text. `special_tokens`: the special tokens that the rule takes for special
+    where a text holds them; all others are text. `bos`: the tokens before each document and prompt.
+    """
+
+    rule: SpecialTokensInText = "none"
+    special_tokens: tuple[str, ...] = ()
+    bos: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return the fields of data.tokenizer that give the same rule with the same tokenizer."""
+        return {"special_tokens_in_text": self.rule, "bos": "yes" if self.bos else "no"}
+
+    @property
+    def in_words(self) -> str:
+        """`special in text: <|im_start|>, <|im_end|> (template); before each document: <s>`."""
+        special = ", ".join(self.special_tokens[:8]) + (" …" if len(self.special_tokens) > 8 else "")
+        before = f"; before each document: {' '.join(self.bos)}" if self.bos else ""
+        return f"special in text: {special or 'nothing'} ({self.rule}){before}"
+
+
+NOTHING_SPECIAL = TextEncoding()

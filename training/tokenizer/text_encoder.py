@@ -1,0 +1,155 @@
+"""Encodes text by a saved tokenizer and the rule of its model; imports no other file of Shardline.
+
+Training, evaluation, samples, lm-evaluation-harness and the server encode with it, and each registered model version
+contains a copy of this file. The rule, a TextEncoding record, says which special tokens are special where a text holds
+them, and which tokens begin each document.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import re
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+
+class TextEncoder:
+    """The tokenizer in a folder with a rule: the fields of a TextEncoding record.
+
+    `rule` None, of exports from before there was a record: all special tokens are special in any text, in chats too.
+    """
+
+    def __init__(self, folder: Path | str, rule: Mapping[str, Any] | None) -> None:
+        self.file = Path(folder) / "tokenizer.json"
+        self.tokenizer = open_tokenizer(self.file, None)  # decodes, and has every special token
+        self.has_rule = rule is not None
+        special: Collection[str] | None = rule["special_tokens"] if rule else None
+        self._of_text = self.tokenizer if special is None else open_tokenizer(self.file, special)
+        self.bos_ids = ids_of(self.tokenizer, rule["bos"] if rule else ())
+
+    def encode(self, prompt: str | Sequence[int], *, begins: bool = True) -> list[int]:
+        """Return the token IDs of a text, or the IDs that are given. `begins`: with the tokens that begin a document.
+
+        Raises ValueError for IDs outside the vocabulary, and for characters that a character tokenizer lacks.
+        """
+        if not isinstance(prompt, str):
+            check_tokens(self.tokenizer, prompt)
+            return list(prompt)
+        return self._encode(self._of_text, prompt, begins=begins)
+
+    def encode_chat(self, text: str, *, guard: str) -> list[int]:
+        """Return the token IDs of a chat that a template rendered: special tokens are special where the template wrote
+        them, whatever the rule. `guard`: what stands between the characters of those that a message has.
+        """
+        if not self.has_rule:
+            return self.encode(text.replace(guard, ""))
+        tokenizer, names, ids = self._of_chats
+        if names:
+            pattern = pattern_of(names)
+            text = pattern.sub(lambda found: names[found[0]], text)
+        found = self._encode(tokenizer, text.replace(guard, ""), begins=False)
+        return self._begun([ids.get(token, token) for token in found])
+
+    def _encode(self, tokenizer: Tokenizer, text: str, *, begins: bool) -> list[int]:
+        try:
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception:  # from `tokenizers`; its message names neither the text nor the character
+            vocabulary = tokenizer.get_vocab()
+            unknown = "".join(sorted({character for character in text if character not in vocabulary}))
+            raise ValueError(
+                f"the prompt {text!r} has characters that this tokenizer was not made with: {unknown!r}; leave them out"
+            ) from None
+        return self._begun(ids) if begins else ids
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """Return the IDs behind those that begin a document, which a chat template may have written already."""
+        return ids if ids[: len(self.bos_ids)] == self.bos_ids else [*self.bos_ids, *ids]
+
+    @functools.cached_property
+    def _of_chats(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
+        """Return a tokenizer to which special tokens are text, and which knows each by another, secret name besides;
+        these names; and the IDs that it gives them -> the tokens' own.
+        """
+        tokenizer = open_tokenizer(self.file, ())
+        names, ids = dict[str, str](), dict[int, int]()
+        for number, token in self.tokenizer.get_added_tokens_decoder().items():
+            if token.special:
+                name = f"\ue000{secrets.token_hex(16)}\ue001"  # nobody can write it into a message
+                names[token.content] = name
+                flags = {flag: getattr(token, flag) for flag in ("lstrip", "rstrip", "normalized")}
+                tokenizer.add_tokens([AddedToken(name, special=False, **flags)])
+                (alias,) = ids_of(tokenizer, (name,))
+                ids[alias] = number
+        return tokenizer, names, ids
+
+
+def open_tokenizer(file: Path, special_tokens: Collection[str] | None) -> Tokenizer:
+    """Return a tokenizer to which only these of its special tokens are special where a text holds them; None: all."""
+    if special_tokens:
+        saved = json.loads(file.read_bytes())
+        for token in saved["added_tokens"]:  # `encode_special_tokens` takes those that stay marked as special for text
+            token["special"] = token["special"] and token["content"] not in special_tokens
+        tokenizer = Tokenizer.from_str(json.dumps(saved))
+    else:
+        tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.encode_special_tokens = special_tokens is not None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def special_tokens_of(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return all special tokens of a tokenizer, by ID."""
+    return tuple(token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special)
+
+
+def tokens_around(tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the tokens that a tokenizer's post-processor puts before a text, and behind it."""
+    for text in ("a", *itertools.islice(tokenizer.get_vocab(with_added_tokens=False), 100)):
+        with contextlib.suppress(Exception):  # of `tokenizers`, for a text that the vocabulary lacks
+            encoding = tokenizer.encode(text, add_special_tokens=True)
+            own = [number for number, added in enumerate(encoding.special_tokens_mask) if not added]
+            if own:
+                return tuple(encoding.tokens[: own[0]]), tuple(encoding.tokens[own[-1] + 1 :])
+    return (), ()
+
+
+def ids_of(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[int]:
+    """Return the IDs of tokens. Raises ValueError for one that the tokenizer lacks."""
+    ids = {token: tokenizer.token_to_id(token) for token in tokens}
+    if missing := [token for token, number in ids.items() if number is None]:
+        raise ValueError(f"the tokenizer has no token {missing[0]}: its files are not those that the rule was made for")
+    return [number for number in map(ids.get, tokens) if number is not None]
+
+
+def check_tokens(tokenizer: Tokenizer, ids: Iterable[int]) -> None:
+    size = tokenizer.get_vocab_size()
+    if unknown := [token for token in ids if not 0 <= token < size]:
+        raise ValueError(f"the vocabulary has {size} tokens, from 0 to {size - 1}: there is no token {unknown[0]}")
+
+
+def pattern_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds each of these tokens in a text, the longest where several begin at one place.
+
+    Tokens that begin alike share that beginning in it: alone, 256 alternatives are tried at every `<` of a page.
+    """
+    return re.compile(_alternatives(sorted(set(tokens))) or "(?!)")  # of no tokens: finds nothing
+
+
+def _alternatives(sorted_tokens: Sequence[str]) -> str:
+    groups: dict[str, list[str]] = {}
+    for token in sorted_tokens:
+        groups.setdefault(token[:1], []).append(token[1:])
+    ends = groups.pop("", None) is not None
+    parts = [re.escape(first) + _alternatives(rest) for first, rest in groups.items()]
+    if not parts:
+        return ""
+    joined = parts[0] if len(parts) == 1 and not ends else f"(?:{'|'.join(parts)})"
+    return f"{joined}?" if ends else joined
