@@ -67,6 +67,7 @@ from training.records.record import write_atomically
 from training.records.results import EvalReport, ExportedModel, LatencyReport, PrecisionQuality, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
+from training.shards.prompts import sample_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,8 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
                 engine=engine,
             )
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")
-        check_prompts(folder, config.evaluation.prompts)
+        if config.evaluation.prompts != "auto":
+            check_prompts(folder, config.evaluation.prompts)
     return folder, shards
 
 
@@ -358,7 +360,7 @@ def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
     if plan.config.objective == "masked":
         return ""
     wanted = plan.config.evaluation
-    prompt = next((prompt for prompt in wanted.prompts if prompt), "")
+    prompt = next(filter(None, sample_prompts(plan.config, Path(plan.shards_dir))), "")
     with timed(run, "generate"), time_progress("generating from the registered model"):
         resolved = resolve(f"{model.name}/{model.version}", tracking_uri=tracking_uri(), cache_dir=home() / "models")
         try:
