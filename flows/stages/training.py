@@ -20,6 +20,7 @@ from flows.stages.engine import engine_of
 from flows.stages.job_checks import check_job
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
+from tasks.data.estimate import estimate_text
 from tasks.display.markdown import escape_markdown
 from tasks.display.progress import step_progress, time_progress
 from tasks.evaluation import champion as champion_evaluation
@@ -197,7 +198,7 @@ def _inventory(config: RunConfig, folder: Path) -> Inventory:
 @stage("Plan the run")
 def plan(config: RunConfig, inventory: Inventory) -> RunPlan:
     """Plan without a run: nothing is written."""
-    made = planning.plan_run(config, inventory=inventory)
+    made = planning.plan_run(config, inventory=inventory, text=estimate_text(config) if config.data.given else ())
     check_weights(config)
     show_pairs(describe_plan(made), key="plan", description="The plan")
     return made

@@ -181,15 +181,16 @@ class _Recoded(io.RawIOBase):
         super().close()
 
 
-def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
+def find_sources(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool = True) -> list[Source]:
     """Return the files of `data.path`, sorted by name, then those of `data.validation_path`.
 
-    What is not read goes to `skipped.left_out`. Raises ValueError if there are none or one cannot be read.
+    What is not read goes to `skipped.left_out`. Without `hashed` the hashes are empty, which takes no time. Raises
+    ValueError if there are none or one cannot be read.
     """
-    sources = _find(data, skipped)
+    sources = _find(data, skipped, hashed=hashed)
     if not data.validation_path:
         return sources
-    held_out = _find(data.model_copy(update={"path": data.validation_path}), skipped)
+    held_out = _find(data.model_copy(update={"path": data.validation_path}), skipped, hashed=hashed)
     places = {_place(source) for source in held_out}
     # The held-out folder may lie in the corpus's own.
     train = [source for source in sources if _place(source) not in places]
@@ -209,17 +210,17 @@ def _place(source: Source) -> str:
     return source.remote.url if source.remote else os.path.realpath(source.path)
 
 
-def _find(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
+def _find(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool) -> list[Source]:
     check_path(data.path)
     if data.path.startswith("hub:"):
         return [_hub_source(data)]
     if data.path == "stdlib":
-        return _hashed(_stdlib_files(skipped), skipped, encoding="utf-8")
+        return _recorded(_stdlib_files(skipped), skipped, encoding="utf-8", hashed=hashed)
     if is_url(data.path):
-        return _remote_sources(data, skipped)
+        return _remote_sources(data, skipped, hashed=hashed)
     path = Path(data.path).expanduser().absolute()  # a worker may have another working directory
     files = _folder_files(path, data, skipped) if path.is_dir() else [(printable(path.name), path)]
-    return _hashed(files, skipped, encoding=data.encoding)
+    return _recorded(files, skipped, encoding=data.encoding, hashed=hashed)
 
 
 def check_paths(data: DataConfig) -> None:
@@ -253,11 +254,11 @@ def check_path(path: str) -> None:
         raise ValueError(f"data.path={path} is neither a file nor a folder: give one of them")
 
 
-def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encoding: str) -> list[Source]:
+def _recorded(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encoding: str, hashed: bool) -> list[Source]:
     sources = []
     pool = ThreadPoolExecutor(usable_cores())  # hashing releases the interpreter lock
     try:
-        for name, path, record in [(name, path, pool.submit(_record, name, path)) for name, path in files]:
+        for name, path, record in [(name, path, pool.submit(_record, name, path, hashed)) for name, path in files]:
             suffix, compression = _suffixes(path)
             try:
                 sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record.result(), encoding))
@@ -268,7 +269,7 @@ def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encodin
     return sources
 
 
-def _remote_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
+def _remote_sources(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool) -> list[Source]:
     """Return the files at a URL, with the store's own hashes if it has them: then no file is read."""
     found = find_files(data.path)
     if len(found) > 1 or found[0].name != PurePath(data.path).name:
@@ -277,7 +278,7 @@ def _remote_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]
         kept = _chosen(data.path, sizes, data, skipped, head=lambda name: _head(by_name[name].open()))
         found = [by_name[name] for name in kept]
     with ThreadPoolExecutor(usable_cores()) as pool:
-        hashes = list(pool.map(lambda file: file.sha256, found))
+        hashes = list(pool.map(lambda file: file.sha256 if hashed else "", found))
     sources = []
     for file, sha256 in zip(found, hashes, strict=True):
         path = Path(file.name)
@@ -287,8 +288,8 @@ def _remote_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]
     return sources
 
 
-def _record(name: str, path: Path) -> SourceFile:
-    return SourceFile(name=name, num_bytes=path.stat().st_size, sha256=sha256_file(path))
+def _record(name: str, path: Path, hashed: bool) -> SourceFile:
+    return SourceFile(name=name, num_bytes=path.stat().st_size, sha256=sha256_file(path) if hashed else "")
 
 
 def _suffixes(path: Path) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from training.records.plan import RankedLayout, RunPlan, describe_stages
 from training.records.words import counted, format_duration
 
 LAYOUTS_SHOWN = 4
+TEXT = "text: "  # with which reasons begin that are about the corpus
 
 
 def _describe_layout(layout: RankedLayout) -> str:
@@ -59,8 +60,12 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
         ("step", f"{1000 * step_s:,.1f} ms predicted{_likely(plan)} ({shares})"),
         *(("layout", _describe_layout(layout)) for layout in plan.ranking[:LAYOUTS_SHOWN]),
         ("checkpoint", f"{predicted.checkpoint_gib:.2f} GiB each, {plan.config.checkpoint.keep_last} kept"),
-        *(("because", reason) for reason in plan.reasons),
+        *(_labelled(reason) for reason in plan.reasons),
     ]
+
+
+def _labelled(reason: str) -> tuple[str, str]:
+    return ("text", reason.removeprefix(TEXT)) if reason.startswith(TEXT) else ("because", reason)
 
 
 def _likely(plan: RunPlan) -> str:
