@@ -89,13 +89,11 @@ def _read(chunk: Chunk, data: DataConfig, skipped: SkippedDocuments, *, limit: i
     spans = [replace(span, source=_Watched(**vars(span.source))) for span in chunk.spans]
     pieces: list[Piece] = []
     size = 0
-    for piece in (reader := read_spans(spans, data, skipped)):
+    for piece in read_spans(spans, data, skipped):
         pieces.append(piece)
         size += len(piece.text.encode())
         if size >= limit:
-            share = _share_read(chunk, spans, piece)
-            reader.close()
-            return pieces, share
+            return pieces, _share_read(chunk, spans, piece)
     return pieces, 1.0
 
 

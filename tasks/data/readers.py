@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import orjson
 
-from tasks.data.contents import TOKENS, problem_of_bytes
+from tasks.data.contents import TOKENS
 from tasks.data.row_filter import RowFilter
-from tasks.data.sources import HEAD_BYTES, SkippedDocuments, Source
+from tasks.data.sources import SkippedDocuments, Source, content_problem
 from training.config.data import TableConfig
 from training.config.run import DataConfig
 from training.store.urls import store_errors
@@ -152,19 +152,6 @@ def read_spans(spans: Iterable[Span], data: DataConfig, skipped: SkippedDocument
                 f"{source.name}: reading stopped {reached} ({reason}); a source is never used in part, "
                 "whatever data.on_error says: repair or remove it, or, if its disk or network failed, run again"
             ) from error
-
-
-def content_problem(source: Source) -> str:
-    """Return what the file is and the cure, if its first bytes say that it is not what its reader reads."""
-    if source.format == "hub":
-        return ""
-    try:
-        with source.open_unpacked(wanted_bytes=HEAD_BYTES) as file:
-            head = file.read(HEAD_BYTES)
-    except OSError:  # its reader reports it
-        return ""
-    wanted = {"parquet": "parquet", "arrow": "an Arrow file"}.get(source.format, "")
-    return problem_of_bytes(head, encoding=source.encoding, wanted=wanted)
 
 
 def _check_size(source: Source) -> None:
@@ -622,6 +609,9 @@ def _table(span: Span, table: TableConfig, wanted: Wanted, skipped: SkippedDocum
             return
         except csv.Error as error:
             problem = _broken_row(str(error), lines.of_row, _fields(delimiter), len(header))
+            if not header and (other := _other_delimiter(lines.of_row[0], delimiter, wanted.column)):
+                _skip_table(place, other, lines, skipped)
+                return
             skipped.skip_or_raise(place, problem, documents=len(lines.of_row))
             continue
         if not row:
@@ -629,13 +619,14 @@ def _table(span: Span, table: TableConfig, wanted: Wanted, skipped: SkippedDocum
         if not header:
             header = row
             if problem := _header_problem(header, delimiter, wanted.column):
-                lost = 1 if skipped.on_error == "stop" else max(1, sum(1 for _ in lines.lines))
-                skipped.skip_or_raise(place, problem, documents=lost, is_whole_file=True)
+                _skip_table(place, problem, lines, skipped)
                 return
             at = header.index(wanted.column)
         elif len(row) != len(header):
             problem = f"{len(row)} fields, the header has {len(header)}"
             problem = _broken_row(problem, lines.of_row, _fields(delimiter), len(header))
+            if is_tsv and not quoted and any(field[:1] == '"' or field[-1:] == '"' for field in row):
+                problem += "; if fields are in quotes, as pandas writes them, set data.table.quoting=csv"
             skipped.skip_or_raise(place, problem, documents=len(lines.of_row))
         elif wanted.keeps(dict(zip(header, row, strict=True)), place, skipped):
             yield from _document(place, row[at], skipped)
@@ -655,6 +646,17 @@ class _Lines:
         self.number += 1
         self.of_row.append(line)
         return line
+
+
+def _skip_table(place: Place, problem: str, lines: _Lines, skipped: SkippedDocuments) -> None:
+    """Report a table that cannot be read; all of its lines are lost."""
+    lost = 1 if skipped.on_error == "stop" else max(1, sum(1 for _ in lines.lines))
+    skipped.skip_or_raise(place, problem + _or_exclude(place), documents=lost, is_whole_file=True)
+
+
+def _or_exclude(place: Place) -> str:
+    """Return how the file is left out, if it is one of a folder."""
+    return f"; or, in a folder, leave it out with 'data.exclude=[\"{place.span.source.name}\"]'"
 
 
 def _fields(delimiter: str) -> Callable[[str], list[str]]:
@@ -685,11 +687,19 @@ def _header_problem(header: list[str], delimiter: str, column: str) -> str:
         return ""
     if column in [name.strip('"') for name in header]:
         return f"has no column {column!r} but {_listed(header)}, in quotes; set data.table.quoting=csv"
+    if problem := _other_delimiter(delimiter.join(header), delimiter, column):
+        return problem
+    return f"has no column {column!r} but {_listed(header)}{_what_rows_are(header)}; set data.column to one of them"
+
+
+def _other_delimiter(header: str, delimiter: str, column: str) -> str:
+    """Return that another delimiter is between the names of a header, one of which is the column; empty if none is."""
     for other in DELIMITERS:
-        if column in [name.strip('"') for name in delimiter.join(header).split(other)]:
+        names = [name.strip('"') for name in header.rstrip("\r\n").split(other)]
+        if other != delimiter and column in names:
             cure = f"set data.table.delimiter={other!r}"
             return f"has no column {column!r}: {other!r} is between the names in its header; {cure}"
-    return f"has no column {column!r} but {_listed(header)}{_what_rows_are(header)}; set data.column to one of them"
+    return ""
 
 
 # Parquet, and the hub through `datasets`
@@ -758,7 +768,9 @@ def _columns(
     others = wanted.where.columns if wanted.where else []
     if problem := _schema_problem(schema, wanted.column):
         if skipped.on_error == "skip" or not span.start:
-            skipped.skip_or_raise(Place(span, 0, ""), problem, documents=max(1, num_rows), is_whole_file=True)
+            place = Place(span, 0, "")
+            problem += "" if span.source.format == "hub" else _or_exclude(place)
+            skipped.skip_or_raise(place, problem, documents=max(1, num_rows), is_whole_file=True)
         return []
     if missing := [other for other in others if other not in names]:
         raise ValueError(f"{span.source.name} has no column {missing[0]!r} but {_listed(names)}: change data.where")

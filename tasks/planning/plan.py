@@ -72,7 +72,7 @@ def plan_run(
         steps_in_time=steps_in_time,
     )
     price, why = price_per_hour(config.prices, inventory, plan.ranks_per_host)
-    about_text = [*shards.text_lines(), *shards.ledger_lines()] if shards else describe_estimates(plan, text)
+    about_text = [shards.text_line(), *shards.ledger_lines()] if shards else describe_estimates(plan, text)
     priced = {"price_per_hour": price, "reasons": (*plan.reasons, *about_text, *([why] if why else []))}
     return plan.model_copy(update={"local_copies": local_copies(config)} | priced)
 

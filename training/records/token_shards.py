@@ -142,14 +142,14 @@ class TokenShards(Ledger):
         """Return what was lost and should not have been."""
         return [line for line, is_warning in self._ledger() if is_warning]
 
-    def text_lines(self) -> list[str]:
+    def text_line(self) -> str:
         """Return what the text is, in a sentence."""
         train, validation = (f"{self.tokens(split):,}" for split in ("train", "validation"))
         documents, text_bytes = (sum(map(each, ("train", "validation"))) for each in (self.documents, self.text_bytes))
-        return [
+        return (
             f"text: {counted(documents, 'document')}, {text_bytes / 1e6:,.1f} MB, {train} tokens to train on and "
             f"{validation} held out"
-        ]
+        )
 
     def _ledger(self) -> Iterator[tuple[str, bool]]:
         """Yield sentences, and whether each is a warning."""
