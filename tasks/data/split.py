@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tasks.data.readers import Piece
 from training.config.run import DataConfig
@@ -27,8 +27,7 @@ class SplitRule:
     why: str
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """A piece of text in one split. `ends`: its document ends here, in this split. `whole`: it gets an end token."""
 
     split: Split

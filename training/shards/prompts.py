@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from training.config.run import RunConfig
 from training.shards.stream import TokenStream
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 OF_STDLIB = ("def ", "import ", "class ")
 DOCUMENTS = 3  # that give a prompt each
@@ -21,14 +25,23 @@ def sample_prompts(config: RunConfig, shards_dir: Path) -> tuple[str, ...]:
     """Return `evaluation.prompts`; for `auto`, words of Python for the standard library, otherwise of held-out text."""
     if config.evaluation.prompts != "auto":
         return config.evaluation.prompts
-    return OF_STDLIB if config.data.path == "stdlib" else first_words(shards_dir)
-
-
-def first_words(shards_dir: Path) -> tuple[str, ...]:
-    """Return the first words of a few documents of the validation split; of a mixture, of its first sources."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(shards_dir / "tokenizer" / "tokenizer.json"))
+    prompts = OF_STDLIB if config.data.path == "stdlib" else first_words(shards_dir, tokenizer)
+    return tuple(prompt for prompt in prompts if _can_encode(tokenizer, prompt)) or ("",)
+
+
+def _can_encode(tokenizer: Tokenizer, prompt: str) -> bool:
+    try:
+        tokenizer.encode(prompt)
+    except Exception:  # what `tokenizers` raises for a character that is not in the vocabulary
+        return False
+    return True
+
+
+def first_words(shards_dir: Path, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the first words of a few documents of the validation split; of a mixture, of its first sources."""
     stream = TokenStream(shards_dir, "validation")
     parts = [(start, stop) for start, stop in stream.parts if start < stop]
     starts_mid_word = stream.manifest.split_rule.startswith("tail")
@@ -43,7 +56,7 @@ def first_words(shards_dir: Path) -> tuple[str, ...]:
                 tokens = tokens[: tokens.index(stream.manifest.end_id)]
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             prompts.append(_words(text, starts_mid_word=starts_mid_word and begin == start))
-    return tuple(dict.fromkeys(filter(None, prompts))) or ("",)
+    return tuple(dict.fromkeys(filter(None, prompts)))
 
 
 def _words(text: str, *, starts_mid_word: bool) -> str:
