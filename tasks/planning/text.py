@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tasks.display.numbers import format_count
 from training.planner.mixture import plan_sources
 from training.records.plan import RunPlan
 from training.records.token_shards import LeftOut, files_left_out
@@ -34,9 +35,9 @@ class TextEstimate:
         seen = "" if epochs is None else f": about {epochs:.2g} epochs"
         yield (
             f"text: {self.name}: {about}{counted(self.documents, 'document')} in {counted(self.files, 'file')}, "
-            f"{about}{self.text_bytes / 1e6:,.1f} MB, about {self.tokens:,} tokens (from a sample of "
-            f"{self.sample_bytes / 1e6:,.2f} MB; it is not tokenized yet), about {self.train_tokens:,} of them to "
-            f"train on{seen}"
+            f"{about}{self.text_bytes / 1e6:,.1f} MB, about {format_count(self.tokens)} tokens (from a sample of "
+            f"{self.sample_bytes / 1e6:,.2f} MB; it is not tokenized yet), about {format_count(self.train_tokens)} of "
+            f"them to train on{seen}"
         )
         yield from (line for line, _ in files_left_out(self.left_out, read_bytes=self.file_bytes))
         yield from (f"text: {hint}" for hint in self.hints)

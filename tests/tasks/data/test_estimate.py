@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from tasks.data.estimate import READ_BYTES, estimate_text
+from tasks.display.numbers import format_count
 from tests.support.tiny_corpus import prepare
 from training.config.run import RunConfig
 from training.shards.format import SPLITS
@@ -66,6 +67,7 @@ def test_a_small_corpus_is_counted_and_the_plan_says_what_is_left_out(tmp_path: 
     (found,) = estimate_text(RunConfig.model_validate({"data": {"path": str(folder), "tokenizer": {"kind": "bytes"}}}))
     assert found.is_counted
     first, second = found.lines(2.5)
-    assert first.startswith(f"text: {folder}: 40 documents in 1 file, 0.1 MB, about {found.tokens:,} tokens (from a ")
+    tokens = format_count(found.tokens)
+    assert first.startswith(f"text: {folder}: 40 documents in 1 file, 0.1 MB, about {tokens} tokens (from a sample of ")
     assert first.endswith("to train on: about 2.5 epochs")
     assert second.startswith("text: left out 1 file (.dat, 0.0 MB, such as notes.dat)")
