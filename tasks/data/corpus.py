@@ -19,6 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +30,14 @@ from tasks.data.engine import Engine, LocalProcesses, run_chunks
 from tasks.data.readers import Piece, Place, Span, read_spans
 from tasks.data.sample import READ_FACTOR, chunks_to_read, draw, up_to
 from tasks.data.sharding import TokenizeWork, tokenize_chunk
-from tasks.data.sources import EXAMPLES_KEPT, SkippedDocuments, Source, content_problem, find_sources
+from tasks.data.sources import (
+    EXAMPLES_KEPT,
+    LISTING_THREADS,
+    SkippedDocuments,
+    Source,
+    content_problem,
+    find_sources,
+)
 from tasks.data.split import SplitRule, choose_rule, split_pieces
 from tasks.data.survey import Survey, survey_corpus
 from tasks.data.tokenizer import Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
@@ -65,8 +73,8 @@ FORMAT_VERSION = 2
 DRAWN = "drawn from all over the training text"  # in the fingerprint; without it, the sample is the corpus's first text
 # With data.on_error=skip it is part of the fingerprint: increase it when readers take documents that they skipped.
 READERS = 2
-MOST_SEARCHED = 2**24  # bytes of a .tsv file in which quotes are looked for
-IN_QUOTES = re.compile(rb'(?:^|(?<=\t))"(?:[^"\t\n]|"")*""(?:[^"\t\n]|"")*"(?=[\t\r\n]|$)', re.MULTILINE)
+MOST_SEARCHED = 2**20  # bytes of a .tsv file in which quotes are looked for
+IN_QUOTES = re.compile(rb'(?:^|(?<=\t))"((?>(?:[^"\t\n]++|"")*))"(?=[\t\r\n]|$)', re.MULTILINE)  # a field of a .tsv
 SURVEY = "survey"  # folder, beside the shards while they are made
 # Finished shards of these versions are used as they are, so that their runs can be resumed.
 OLDER = ({"version": 1, "readers": 1}, {"version": FORMAT_VERSION, "readers": 1})
@@ -353,7 +361,10 @@ class Corpus:
         """Return the manifest with the files that are left out now; they may be others than when it was made."""
         files = self.skipped_sources
         return manifest.model_copy(
-            update={"left_out": tuple(files.left_out), "hints": (*files.hints, *self.hints_at_quotes())}
+            update={
+                "left_out": tuple(files.left_out),
+                "hints": (*files.hints, *(hint for _, hint in self.quotes_in_tables if hint)),
+            }
         )
 
     def check_contents(self) -> None:
@@ -447,28 +458,13 @@ class Corpus:
                 )
 
     @functools.cached_property
-    def unquoted_tables(self) -> list[tuple[Source, bytes]]:
-        """Return the .tsv files that are read without quoting, and the first MOST_SEARCHED bytes of each; none of those
-        behind URLs.
+    def quotes_in_tables(self) -> list[tuple[bool, str]]:
+        """Return of each .tsv file that is read without quoting whether it may have quotes, and a hint if it seems to
+        be written with quoting. Only the first MOST_SEARCHED bytes are looked at, and none behind a URL.
         """
-        tables = (source for source in self.sources if source.format == "tsv" and self.data.table.quoting == "auto")
-        return [(source, b"" if source.remote else _start(source)) for source in tables]
-
-    @property
-    def has_quotes_in_tsv(self) -> bool:
-        """Whether a .tsv file that is read without quoting may have quotes: it is only searched up to MOST_SEARCHED."""
-        return any(
-            source.remote or b'"' in start or len(start) == MOST_SEARCHED for source, start in self.unquoted_tables
-        )
-
-    def hints_at_quotes(self) -> list[str]:
-        """Say which .tsv files have fields in quotes, in which quotes are doubled, as pandas writes them."""
-        return [
-            f"{source.name} has fields in quotes, such as {found.decode(errors='replace')[:60]}, and the quotes are "
-            "taken as text; if pandas or a spreadsheet wrote them, set data.table.quoting=csv"
-            for source, start in self.unquoted_tables
-            for found in IN_QUOTES.findall(start)[:1]
-        ]
+        tables = [source for source in self.sources if source.format == "tsv" and self.data.table.quoting == "auto"]
+        with ThreadPoolExecutor(LISTING_THREADS) as pool:
+            return list(pool.map(_quotes_in, tables))
 
     @property
     def total_bytes(self) -> int | None:
@@ -520,7 +516,7 @@ def _fingerprint(
         identity["readers"] = readers
     if held_out := sum(source.held_out for source in corpus.sources):
         identity["held_out"] = held_out
-    if corpus.has_quotes_in_tsv:
+    if any(has_quotes for has_quotes, _ in corpus.quotes_in_tables):
         identity["tsv"] = "quotes are text"  # until they were, other tokens came of the same file
     if corpus.earlier:
         identity["earlier"] = [
@@ -530,10 +526,24 @@ def _fingerprint(
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _start(source: Source) -> bytes:
-    with contextlib.suppress(OSError), source.open() as file:  # its reader reports the error
-        return file.read(MOST_SEARCHED)
-    return b""
+def _quotes_in(source: Source) -> tuple[bool, str]:
+    if source.remote:
+        return True, ""
+    try:
+        with source.open() as file:
+            start = file.read(MOST_SEARCHED)
+    except OSError:  # its reader reports it
+        return False, ""
+    written = (field for field in IN_QUOTES.finditer(start) if b'""' in field[1])
+    hint = next(
+        (
+            f"{source.name} has fields in quotes, such as {field[0].decode(errors='replace')[:60]}, and the quotes are "
+            "taken as text; if pandas or a spreadsheet wrote them, set data.table.quoting=csv"
+            for field in written
+        ),
+        "",
+    )
+    return b'"' in start or len(start) == MOST_SEARCHED, hint
 
 
 def _finished_manifest(folder: Path) -> TokenShards | None:
