@@ -57,7 +57,8 @@ def _reading(url: str) -> Iterator[None]:
         with store_errors(url):
             yield
     except ValueError as error:
-        raise OSError(f"{url}: {without_query(str(error))}") from error
+        cure = "; download it, and give the copy" if "range requests" in str(error) else ""
+        raise OSError(f"{url}: {without_query(str(error))}{cure}") from error
 
 
 class _Reader(io.RawIOBase):
@@ -97,7 +98,7 @@ def find_files(url: str, *, field: str = "data.path") -> list[RemoteFile]:
     """
     check_url(url, field=field)
     root = url.rstrip("/")
-    with _as_value_errors(f"{field}={url}"), store_errors(url):
+    with as_value_errors(f"{field}={url}"), store_errors(url):
         store = filesystem(url)
         store.invalidate_cache()
         place = store._strip_protocol(root)
@@ -129,7 +130,8 @@ def _identity(info: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _as_value_errors(where: str) -> Iterator[None]:
+def as_value_errors(where: str) -> Iterator[None]:
+    """Turn OSError into ValueError with the cure; `where`: the config's field and the URL."""
     try:
         yield
     except OSError as error:

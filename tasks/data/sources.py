@@ -18,7 +18,7 @@ from typing import BinaryIO, Literal
 
 from tasks.data.contents import UNPACK, problem_of_bytes
 from tasks.data.decompression import COMPRESSIONS, unpacked
-from tasks.data.remote import RemoteFile, find_files
+from tasks.data.remote import RemoteFile, as_value_errors, find_files
 from tasks.data.row_filter import RowFilter
 from tasks.hardware.machine import usable_cores
 from training.config.data import SHARDS, DataConfig
@@ -328,7 +328,7 @@ def _remote_sources(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool
         sizes = {name: file.num_bytes for name, file in by_name.items()}
         kept = _chosen(data.path, sizes, data, skipped, head=lambda name: _head(by_name[name].open()))
         found = [by_name[name] for name in kept]
-    with ThreadPoolExecutor(LISTING_THREADS) as pool:
+    with as_value_errors(f"{field}={data.path}"), ThreadPoolExecutor(LISTING_THREADS) as pool:
         hashes = list(pool.map(lambda file: file.sha256 if hashed else "", found))
     sources = []
     for file, sha256 in zip(found, hashes, strict=True):
