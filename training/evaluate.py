@@ -131,7 +131,7 @@ def score_tasks(opened: Opened, progress: Progress) -> tuple[TaskScore, ...]:
 
 
 def generate_samples(opened: Opened) -> tuple[Sample, ...]:
-    """Generate one continuation per configured prompt, each from its own seed, so that runs can be compared."""
+    """Generate one continuation per prompt, each from its own seed, so that runs can be compared."""
     if not opened.model.causal:
         return ()
     sampler = Sampler(opened.plan, new_tokens=opened.plan.config.evaluation.sample_tokens)

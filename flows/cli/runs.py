@@ -105,6 +105,7 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
 def _plan(options: argparse.Namespace) -> None:
     from flows.presets import command_for_all_steps, field_rows, load_config
     from flows.stages.job_checks import check_inputs
+    from tasks.data.estimate import estimate_text
     from tasks.planning.describe import describe_plan
     from tasks.planning.plan import plan_run
     from tasks.planning.pretrained import check_weights
@@ -119,7 +120,8 @@ def _plan(options: argparse.Namespace) -> None:
     with_text = bool(config.data.path or config.data.sources)
     if with_text and options.hosts is None:  # other machines have other files
         check_inputs(config)
-    plan = plan_run(config, inventory=_inventory(config, hosts=options.hosts))
+    text = estimate_text(config) if with_text and options.hosts is None else []
+    plan = plan_run(config, inventory=_inventory(config, hosts=options.hosts), text=text)
     check_weights(config)
     if options.json:
         print(plan.model_dump_json())

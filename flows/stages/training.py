@@ -20,6 +20,7 @@ from flows.stages.engine import engine_of
 from flows.stages.job_checks import check_job
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
+from tasks.data.estimate import estimate_text
 from tasks.display.markdown import escape_markdown
 from tasks.display.progress import step_progress, time_progress
 from tasks.evaluation import champion as champion_evaluation
@@ -68,6 +69,7 @@ from training.records.record import write_atomically
 from training.records.results import EvalReport, ExportedModel, LatencyReport, PrecisionQuality, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
+from training.shards.prompts import sample_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +136,8 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
                 continued=config.model.init == "pretrained",
             )
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")
-        check_prompts(folder / "tokenizer", shards.encoding, config.evaluation.prompts)
+        if config.evaluation.prompts != "auto":
+            check_prompts(folder / "tokenizer", shards.encoding, config.evaluation.prompts)
     return folder, shards
 
 
@@ -198,7 +201,7 @@ def _inventory(config: RunConfig, folder: Path) -> Inventory:
 @stage("Plan the run")
 def plan(config: RunConfig, inventory: Inventory) -> RunPlan:
     """Plan without a run: nothing is written."""
-    made = planning.plan_run(config, inventory=inventory)
+    made = planning.plan_run(config, inventory=inventory, text=estimate_text(config) if config.data.given else ())
     check_weights(config)
     show_pairs(describe_plan(made), key="plan", description="The plan")
     return made
@@ -361,7 +364,7 @@ def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
     if plan.config.objective == "masked":
         return ""
     wanted = plan.config.evaluation
-    prompt = next((prompt for prompt in wanted.prompts if prompt), "")
+    prompt = next(filter(None, sample_prompts(plan.config, Path(plan.shards_dir))), "")
     with timed(run, "generate"), time_progress("generating from the registered model"):
         resolved = resolve(f"{model.name}/{model.version}", tracking_uri=tracking_uri(), cache_dir=home() / "models")
         try:

@@ -15,9 +15,11 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,10 +27,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from tasks.data.chunks import Chunk, cut_chunks
 from tasks.data.encoder import SavedTokenizer, TokensDiffer, needs_context
 from tasks.data.engine import Engine, LocalProcesses, run_chunks
-from tasks.data.readers import LONGEST_PIECE, Piece, Place, Span, content_problem, read_spans
+from tasks.data.readers import LONGEST_PIECE, Piece, Place, Span, read_spans
 from tasks.data.sample import READ_FACTOR, chunks_to_read, draw, up_to
 from tasks.data.sharding import TokenizeWork, tokenize_chunk
-from tasks.data.sources import EXAMPLES_KEPT, SkippedDocuments, Source, find_sources
+from tasks.data.sources import (
+    EXAMPLES_KEPT,
+    LISTING_THREADS,
+    SkippedDocuments,
+    Source,
+    content_problem,
+    find_sources,
+)
 from tasks.data.split import SplitRule, choose_rule, split_pieces
 from tasks.data.survey import FindWork, Survey, find_tokens, survey_corpus
 from tasks.data.tokenizer import (
@@ -69,9 +78,14 @@ NO_STORE = StoreConfig()
 # Part of the fingerprint: increase it when equal inputs give other shards than before. Since 2, chunks are cut by file
 # and byte, and documents of text and JSON lines are identified by their byte, not by their line.
 FORMAT_VERSION = 2
-DRAWN = "drawn from all over the corpus"  # in the fingerprint; until then the sample was the corpus's first text
+DRAWN = "drawn from all over the training text"  # in the fingerprint; without it, the sample is the corpus's first text
+# With data.on_error=skip it is part of the fingerprint: increase it when readers take documents that they skipped.
+READERS = 2
+MOST_SEARCHED = 2**20  # bytes of a .tsv file in which quotes are looked for
+IN_QUOTES = re.compile(rb'(?:^|(?<=\t))"((?>(?:[^"\t\n]++|"")*))"(?=[\t\r\n]|$)', re.MULTILINE)  # a field of a .tsv
 SURVEY = "survey"  # folder, beside the shards while they are made
-OLDER_VERSIONS = (1,)  # finished shards of these versions are used as they are, so that their runs can be resumed
+# Finished shards of these versions are used as they are, so that their runs can be resumed.
+OLDER = ({"version": 1, "readers": 1}, {"version": FORMAT_VERSION, "readers": 1})
 
 
 def prepare_corpus(
@@ -123,22 +137,21 @@ def _prepare_one(
 ) -> tuple[Path, TokenShards]:
     """Return the shards of one corpus, with its own tokenizer or a pretrained one."""
 
-    def place(corpus: Corpus, *, version: int = FORMAT_VERSION) -> tuple[Path, str]:
-        fingerprint = _fingerprint(corpus, specials, content_hash(pretrained), version=version)
+    def place(corpus: Corpus, **how: int) -> tuple[Path, str]:
+        fingerprint = _fingerprint(corpus, specials, content_hash(pretrained), **how)
         return tokens_home.absolute() / fingerprint[:16], fingerprint
 
     corpus = _with_rule(corpus, lambda corpus: place(corpus)[0])
-    drawing, older = replace(corpus, draws=True), replace(corpus, joins=False)
-    versions = [place(older, version=version) for version in OLDER_VERSIONS]
-    for folder, _ in (*versions, place(older), place(corpus), place(drawing)):
-        if found := _finished_manifest(folder):
-            return folder, corpus.with_files_left_out(found)
+    drawing, older = replace(corpus, draws=True), [place(replace(corpus, joins=False), **how) for how in OLDER]
+    if found := _first_finished([place(corpus), place(drawing)], older=older):
+        folder, manifest = found
+        return folder, corpus.with_files_left_out(manifest)
     corpus.check_contents()
     corpus = drawing if pretrained is None and corpus.must_draw(num_corpora=1) else corpus
     folder, fingerprint = place(corpus)
     with _write_lock(folder):
-        if found := _finished_manifest(folder) or _on_store(store, folder):  # another process finished it meanwhile
-            return folder, found
+        if finished := _finished_manifest(folder) or _on_store(store, folder):  # another process finished it meanwhile
+            return folder, finished
         for damage in discard_damaged(folder):
             log.warning("%s: deleting the file and making it again", damage)
         corpus = corpus.surveyed_in(folder / SURVEY)
@@ -200,18 +213,17 @@ def _prepare_mixture(
         fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained, **how)
         return tokens_home.absolute() / fingerprint[:16], fingerprint
 
-    older = [place(version=version, joins=False) for version in (*OLDER_VERSIONS, FORMAT_VERSION)]
-    for folder, _ in (*older, place(), place(draws=True)):
-        if found := _finished_manifest(folder):
-            return folder, found
+    older = [place(**how, joins=False) for how in OLDER]
+    if found := _first_finished([place(), place(draws=True)], older=older):
+        return found
     for corpus in corpora:
         corpus.check_contents()
     draws = pretrained is None and any(corpus.must_draw(num_corpora=len(corpora)) for corpus in corpora)
     corpora = [replace(corpus, draws=draws) for corpus in corpora]
     folder, fingerprint = place(draws=draws)
     with _write_lock(folder):
-        if found := _finished_manifest(folder) or _on_store(store, folder):
-            return folder, found
+        if finished := _finished_manifest(folder) or _on_store(store, folder):
+            return folder, finished
         _discard_other_mixture(folder)
         settings = data.tokenizer
         corpora = [corpus.surveyed_in(folder / SURVEY / str(number)) for number, corpus in enumerate(corpora)]
@@ -247,11 +259,18 @@ def _fingerprint_of_mixture(
     pretrained: PreTrainedTokenizerFast | None,
     *,
     version: int = FORMAT_VERSION,
+    readers: int = READERS,
     draws: bool = False,
     joins: bool = True,
 ) -> str:
     fingerprints = [
-        _fingerprint(replace(part, joins=part.joins and joins), specials, content_hash(pretrained), version=version)
+        _fingerprint(
+            replace(part, joins=part.joins and joins),
+            specials,
+            content_hash(pretrained),
+            version=version,
+            readers=readers,
+        )
         if isinstance(part, Corpus)
         else part.manifest.fingerprint
         for part in given
@@ -300,8 +319,14 @@ def _manifest_of_mixture(
             "shards": tuple(shards),
             **Ledger.total(manifests),
             "skipped_examples": tuple(line for each in manifests for line in each.skipped_examples)[:EXAMPLES_KEPT],
-            "left_out": tuple(left_out for each in manifests for left_out in each.left_out),
-            "hints": tuple(hint for each in manifests for hint in each.hints),
+            "left_out": tuple(
+                left_out.model_copy(update={"example": f"{name}/{left_out.example}"})
+                for name, each in zip(names, manifests, strict=True)
+                for left_out in each.left_out
+            ),
+            "hints": tuple(
+                f"{name}: {hint}" for name, each in zip(names, manifests, strict=True) for hint in each.hints
+            ),
         }
     )
 
@@ -404,7 +429,12 @@ class Corpus:
     def with_files_left_out(self, manifest: TokenShards) -> TokenShards:
         """Return the manifest with the files that are left out now; they may be others than when it was made."""
         files = self.skipped_sources
-        return manifest.model_copy(update={"left_out": tuple(files.left_out), "hints": tuple(files.hints)})
+        return manifest.model_copy(
+            update={
+                "left_out": tuple(files.left_out),
+                "hints": (*files.hints, *(hint for _, hint in self.quotes_in_tables if hint)),
+            }
+        )
 
     def check_contents(self) -> None:
         """Raise ValueError, unless data.on_error=skip, for archives in the folder and for files that are no text.
@@ -459,34 +489,51 @@ class Corpus:
 
     def sample(self, rule: SplitRule, num_bytes: int) -> Iterable[str]:
         """Return the text that a BPE is trained on: the first `num_bytes` of train, or as many from all over it."""
-        chunks = self.applied(rule)
-        read_bytes = chunk_bytes = self.data.shard_mib * 2**20
-        if self.draws:
-            chunks = chunks_to_read(chunks, num_bytes=num_bytes, chunk_bytes=chunk_bytes)
-            read_bytes = max(chunk_bytes, READ_FACTOR * num_bytes // max(1, len(chunks)))
+        chunks = [chunk for chunk in self.applied(rule) if _may_train(chunk, rule)]
 
         def texts(chunk: Chunk) -> Iterator[str]:
             passages = split_pieces(self.pieces_of(chunk), rule, train_characters=chunk.train_characters)
-            train = (passage.text for passage in passages if passage.split == "train")
-            return up_to(train, read_bytes) if self.draws else train
+            return (passage.text for passage in passages if passage.split == "train")
 
-        every = itertools.chain.from_iterable(map(texts, chunks))
-        return draw(every, num_bytes) if self.draws else up_to(every, num_bytes)
+        if not self.draws:
+            return up_to(itertools.chain.from_iterable(map(texts, chunks)), num_bytes)
+        chunk_bytes = self.data.shard_mib * 2**20
+        chosen = chunks_to_read(chunks, num_bytes=num_bytes, chunk_bytes=chunk_bytes)
+        read_bytes = max(chunk_bytes, READ_FACTOR * num_bytes // max(1, len(chosen)))
+        parts = (up_to(texts(chunk), read_bytes) for chunk in chosen)
+        # Of few chunks, all documents may be held out.
+        return draw(itertools.chain.from_iterable(parts), num_bytes) or draw(
+            up_to(itertools.chain.from_iterable(map(texts, chunks)), num_bytes), num_bytes
+        )
 
     def choose_rule(self) -> SplitRule:
-        if (given := sum(not source.held_out for source in self.sources)) < len(
-            self.sources
-        ) and self.data.split != "all":
+        given = sum(not source.held_out for source in self.sources)
+        if given < len(self.sources) and self.data.split != "all":
+            self._check_given(given)
             why = f"given: {len(self.sources) - given} files of data.validation_path are validation"
             return SplitRule("given", 0.0, given, why)
         first = itertools.chain.from_iterable(self.pieces_of(chunk) for chunk in self.applied()[:1])
         return choose_rule(self.data, first, lambda: self.survey.counts())
 
+    def _check_given(self, num_train: int) -> None:
+        """Raise ValueError if one of both parts of a corpus with data.validation_path has no text."""
+        spans = [span for chunk in self.chunks for span in chunk.spans]
+        for field, is_held_out in (("path", False), ("validation_path", True)):
+            own = [span for span in spans if (span.number >= num_train) == is_held_out]
+            if next(iter(read_spans(own, self.data, SkippedDocuments(self.data.on_error))), None) is None:
+                raise ValueError(
+                    f"data.{field}={getattr(self.data, field)} holds no text: all of its documents are "
+                    "empty or skipped; give another one"
+                )
+
     @functools.cached_property
-    def has_quotes_in_tsv(self) -> bool:
-        """Whether a .tsv file that is read without quoting has quotes; one behind a URL is not looked into."""
-        tables = [source for source in self.sources if source.format == "tsv"]
-        return self.data.table.quoting == "auto" and any(source.remote or _has_quotes(source) for source in tables)
+    def quotes_in_tables(self) -> list[tuple[bool, str]]:
+        """Return of each .tsv file that is read without quoting whether it may have quotes, and a hint if it seems to
+        be written with quoting. Only the first MOST_SEARCHED bytes are looked at, and none behind a URL.
+        """
+        tables = [source for source in self.sources if source.format == "tsv" and self.data.table.quoting == "auto"]
+        with ThreadPoolExecutor(LISTING_THREADS) as pool:
+            return list(pool.map(_quotes_in, tables))
 
     @property
     def total_bytes(self) -> int | None:
@@ -496,12 +543,26 @@ class Corpus:
         return sum(source.record.num_bytes for source in self.sources)
 
 
+def _may_train(chunk: Chunk, rule: SplitRule) -> bool:
+    """Whether a chunk may have text to train on."""
+    if rule.kind == "given":
+        return any(span.number < rule.border for span in chunk.spans)
+    return rule.kind == "documents" or chunk.train_characters > 0
+
+
 def _sample_bytes(data: DataConfig, num_corpora: int) -> int:
     """Return how much text each corpus gives to the sample that a BPE is trained on."""
     return data.tokenizer.sample_mib * 2**20 // num_corpora
 
 
-def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, *, version: int = FORMAT_VERSION) -> str:
+def _fingerprint(
+    corpus: Corpus,
+    specials: Specials,
+    pretrained_hash: str,
+    *,
+    version: int = FORMAT_VERSION,
+    readers: int = READERS,
+) -> str:
     """Return a hash of everything that determines the tokens: content and settings, but neither paths nor workers."""
     data, left_out = corpus.data, {"path", "sources", "phases", "hub_revision", "processes", "engine", "streaming"}
     left_out |= {"validation_path", "include", "exclude"}  # the sources say what they choose
@@ -526,21 +587,38 @@ def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, *, ve
         identity["bos"] = corpus.encoding.bos
     if corpus.joins and (corpus.total_bytes is None or corpus.total_bytes > LONGEST_PIECE):
         identity["long_documents"] = "as a whole"  # until they were, each piece began with a space
+    if data.on_error == "skip" and readers > 1:
+        identity["readers"] = readers
     if held_out := sum(source.held_out for source in corpus.sources):
         identity["held_out"] = held_out
-    if corpus.has_quotes_in_tsv:
+    if any(has_quotes for has_quotes, _ in corpus.quotes_in_tables):
         identity["tsv"] = "quotes are text"  # until they were, other tokens came of the same file
     if corpus.earlier:
         identity["earlier"] = [
-            _fingerprint(earlier, specials, pretrained_hash, version=version) for earlier in corpus.earlier
+            _fingerprint(earlier, specials, pretrained_hash, version=version, readers=readers)
+            for earlier in corpus.earlier
         ]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _has_quotes(source: Source) -> bool:
-    with contextlib.suppress(OSError), source.open() as file:  # its reader reports the error
-        return any(b'"' in block for block in iter(lambda: file.read(2**20), b""))
-    return False
+def _quotes_in(source: Source) -> tuple[bool, str]:
+    if source.remote:
+        return True, ""
+    try:
+        with source.open() as file:
+            start = file.read(MOST_SEARCHED)
+    except OSError:  # its reader reports it
+        return False, ""
+    written = (field for field in IN_QUOTES.finditer(start) if b'""' in field[1])
+    hint = next(
+        (
+            f"{source.name} has fields in quotes, such as {field[0].decode(errors='replace')[:60]}, and the quotes are "
+            "taken as text; if pandas or a spreadsheet wrote them, set data.table.quoting=csv"
+            for field in written
+        ),
+        "",
+    )
+    return b'"' in start or len(start) == MOST_SEARCHED, hint
 
 
 def _finished_manifest(folder: Path) -> TokenShards | None:
@@ -559,6 +637,18 @@ def _finished_manifest(folder: Path) -> TokenShards | None:
         format_duration(time.perf_counter() - started),
     )
     return manifest
+
+
+def _first_finished(
+    places: Iterable[tuple[Path, str]], *, older: Iterable[tuple[Path, str]]
+) -> tuple[Path, TokenShards] | None:
+    """Return the first finished folder. Older ones from which documents were skipped do not count: their readers took
+    less than today's.
+    """
+    for folder, _ in older:
+        if (found := _finished_manifest(folder)) and not found.skipped:
+            return folder, found
+    return next(((folder, found) for folder, _ in places if (found := _finished_manifest(folder))), None)
 
 
 def _on_store(store: StoreConfig, folder: Path) -> TokenShards | None:

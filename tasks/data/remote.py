@@ -36,8 +36,9 @@ class RemoteFile:
         vain.
         """
         block_bytes = BLOCK_BYTES if wanted_bytes is None else min(BLOCK_BYTES, max(LEAST_BYTES, wanted_bytes // 8))
-        with store_errors(self.url):
-            file = filesystem(self.url).open(self.url, "rb", block_size=block_bytes)
+        store = filesystem(self.url)
+        with _reading(self.url):
+            file = store.open(self.url, "rb", block_size=block_bytes)
         return io.BufferedReader(_Reader(file, self.url), block_bytes)
 
     @property
@@ -47,6 +48,17 @@ class RemoteFile:
             return hashlib.sha256(f"{self.identity} {self.num_bytes}".encode()).hexdigest()
         with self.open() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _reading(url: str) -> Iterator[None]:
+    """Turn all errors into OSError; fsspec raises ValueError where a server does not give parts of a file."""
+    try:
+        with store_errors(url):
+            yield
+    except ValueError as error:
+        cure = "; download it, and give the copy" if "range requests" in str(error) else ""
+        raise OSError(f"{url}: {without_query(str(error))}{cure}") from error
 
 
 class _Reader(io.RawIOBase):
@@ -62,14 +74,14 @@ class _Reader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        with store_errors(self.url):
+        with _reading(self.url):
             return self.file.seek(offset, whence)
 
     def tell(self) -> int:
         return self.file.tell()
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        with store_errors(self.url):
+        with _reading(self.url):
             part = self.file.read(len(buffer))
         buffer[: len(part)] = part
         return len(part)
@@ -79,14 +91,14 @@ class _Reader(io.RawIOBase):
         super().close()
 
 
-def find_files(url: str) -> list[RemoteFile]:
+def find_files(url: str, *, field: str = "data.path") -> list[RemoteFile]:
     """Return the file at `url`, or all files below it without hidden ones, sorted by name.
 
     Raises ValueError, with the cure, if there is nothing, its library is missing, or the store refuses.
     """
-    check_url(url, field="data.path")
+    check_url(url, field=field)
     root = url.rstrip("/")
-    with _as_value_errors(url), store_errors(url):
+    with as_value_errors(f"{field}={url}"), store_errors(url):
         store = filesystem(url)
         store.invalidate_cache()
         place = store._strip_protocol(root)
@@ -98,16 +110,16 @@ def find_files(url: str) -> list[RemoteFile]:
     for path, info in sorted(found.items()):
         name = path.removeprefix(place).lstrip("/") or place.rpartition("/")[2]
         if not any(part.startswith(".") for part in name.split("/")) and info.get("type") != "directory":
-            files.append(RemoteFile(store.unstrip_protocol(path), name, _size(info, url), _identity(info)))
+            files.append(RemoteFile(store.unstrip_protocol(path), name, _size(info, f"{field}={url}"), _identity(info)))
     if not files:
-        raise ValueError(f"data.path={url}: there is no file at this URL or below it: correct the URL")
+        raise ValueError(f"{field}={url}: there is no file at this URL or below it: correct the URL")
     return files
 
 
-def _size(info: dict[str, Any], url: str) -> int:
+def _size(info: dict[str, Any], where: str) -> int:
     size = info.get("size")
     if size is None:
-        raise ValueError(f"data.path={url}: the server does not say how long {info.get('name', 'it')} is: download it")
+        raise ValueError(f"{where}: the server does not say how long {info.get('name', 'it')} is: download it")
     return int(size)
 
 
@@ -118,11 +130,12 @@ def _identity(info: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _as_value_errors(url: str) -> Iterator[None]:
+def as_value_errors(where: str) -> Iterator[None]:
+    """Turn OSError into ValueError with the cure; `where`: the config's field and the URL."""
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"data.path={url} cannot be read ({type(error).__name__}: {without_query(str(error))}): check the URL, the "
+            f"{where} cannot be read ({type(error).__name__}: {without_query(str(error))}): check the URL, the "
             "credentials that the store's library finds, and the network"
         ) from error

@@ -94,7 +94,7 @@ def _cut(passages: Iterable[Passage], *, num_bytes: int) -> Iterator[list[Passag
     size = 0
     for passage in passages:
         part.append(passage)
-        sizes.append(len(passage.text.encode()))
+        sizes.append(_num_bytes(passage.text))
         size += sizes[-1]
         if size >= 2 * num_bytes:
             stop = next(number for number, end in enumerate(itertools.accumulate(sizes), 1) if end >= num_bytes)
@@ -103,6 +103,10 @@ def _cut(passages: Iterable[Passage], *, num_bytes: int) -> Iterator[list[Passag
             size = sum(sizes)
     if part:
         yield part
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _write_shards(
@@ -116,7 +120,7 @@ def _write_shards(
         if len(tokens):
             lost = list(losses_of(work.tokenizer, own, tokens, lengths))
             losses += lost
-            num_bytes = [len(passage.text.encode()) - each.num_bytes for passage, each in zip(own, lost, strict=True)]
+            num_bytes = [_num_bytes(passage.text) - each.num_bytes for passage, each in zip(own, lost, strict=True)]
             shard = write_shard(
                 work.folder, split=split, index=index, part=part, tokens=tokens, ends=ends, text_bytes=sum(num_bytes)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import fnmatch
+import glob
 import io
 import logging
 import os
@@ -17,7 +18,7 @@ from typing import BinaryIO, Literal
 
 from tasks.data.contents import UNPACK, problem_of_bytes
 from tasks.data.decompression import COMPRESSIONS, unpacked
-from tasks.data.remote import RemoteFile, find_files
+from tasks.data.remote import RemoteFile, as_value_errors, find_files
 from tasks.data.row_filter import RowFilter
 from tasks.hardware.machine import usable_cores
 from training.config.data import SHARDS, DataConfig
@@ -55,6 +56,7 @@ NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pac
 EXAMPLES_KEPT = 10
 RECODED_BYTES = 2**16
 HEAD_BYTES = 2**12
+LISTING_THREADS = max(16, usable_cores())  # on network disks and stores they mostly wait
 KINDS_SHOWN = 6  # of the files that are left out
 
 
@@ -113,6 +115,7 @@ class Source:
     bytes of a file's name that are not UTF-8 are written as \\xe9.
 
     `remote`: the place of a file behind a URL; `path` is then its name. `held_out`: a file of data.validation_path.
+    `problem`: what the file is and the cure, if its first bytes say that it is no text; None: it was not looked at.
     """
 
     path: Path
@@ -122,6 +125,7 @@ class Source:
     encoding: str = "utf-8"
     remote: RemoteFile | None = None
     held_out: bool = False
+    problem: str | None = None
 
     @property
     def name(self) -> str:
@@ -181,21 +185,44 @@ class _Recoded(io.RawIOBase):
         super().close()
 
 
-def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
+def find_sources(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool = True) -> list[Source]:
     """Return the files of `data.path`, sorted by name, then those of `data.validation_path`.
 
-    What is not read goes to `skipped.left_out`. Raises ValueError if there are none or one cannot be read.
+    What is not read goes to `skipped.left_out`. Without `hashed` the hashes are empty, which takes no time. Raises
+    ValueError if there are none or one cannot be read.
     """
-    sources = _find(data, skipped)
+    if data.validation_path:
+        data = data.model_copy(update={"validation_path": _validation_place(data)})
+    sources = _find(data, skipped, hashed=hashed)
     if not data.validation_path:
         return sources
-    held_out = _find(data.model_copy(update={"path": data.validation_path}), skipped)
+    own = data.model_copy(update={"path": data.validation_path})
+    held_out = _find(own, skipped, hashed=hashed, field="data.validation_path")
     places = {_place(source) for source in held_out}
-    # The held-out folder may lie in the corpus's own.
     train = [source for source in sources if _place(source) not in places]
     if not train:
-        raise ValueError(f"data.validation_path={data.validation_path} has all files of data.path={data.path}")
+        raise ValueError(
+            f"data.validation_path={data.validation_path} has all files of data.path={data.path}: give a part of them"
+        )
     return train + [_as_held_out(source, data.validation_path) for source in held_out]
+
+
+def _validation_place(data: DataConfig) -> str:
+    """Return data.validation_path, or that path below data.path. Raises ValueError if both exist."""
+    given = data.validation_path
+    if is_url(given) or given == "stdlib" or given.startswith("hub:") or Path(given).expanduser().is_absolute():
+        return given
+    if is_url(data.path):
+        return given if Path(given).exists() else f"{data.path.rstrip('/')}/{given}"
+    inside = Path(data.path).expanduser() / given
+    if not inside.exists():
+        return given
+    if Path(given).exists() and not inside.samefile(given):
+        raise ValueError(
+            f"data.validation_path={given} is here ({Path(given).absolute()}) and below data.path ({inside}): give the "
+            "absolute path of one"
+        )
+    return str(inside)
 
 
 def _as_held_out(source: Source, path: str) -> Source:
@@ -209,17 +236,18 @@ def _place(source: Source) -> str:
     return source.remote.url if source.remote else os.path.realpath(source.path)
 
 
-def _find(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
-    check_path(data.path)
+def _find(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool, field: str = "data.path") -> list[Source]:
+    """Return the files of `data.path`, which the config's `field` names, without those below data.validation_path."""
+    check_path(data.path, field=field)
     if data.path.startswith("hub:"):
         return [_hub_source(data)]
     if data.path == "stdlib":
-        return _hashed(_stdlib_files(skipped), skipped, encoding="utf-8")
+        return _recorded(_stdlib_files(skipped), skipped, encoding="utf-8", hashed=hashed)
     if is_url(data.path):
-        return _remote_sources(data, skipped)
+        return _remote_sources(data, skipped, hashed=hashed, field=field)
     path = Path(data.path).expanduser().absolute()  # a worker may have another working directory
     files = _folder_files(path, data, skipped) if path.is_dir() else [(printable(path.name), path)]
-    return _hashed(files, skipped, encoding=data.encoding)
+    return _recorded(files, skipped, encoding=data.encoding, hashed=hashed)
 
 
 def check_paths(data: DataConfig) -> None:
@@ -227,13 +255,13 @@ def check_paths(data: DataConfig) -> None:
     for each in [data.of_source(source) for source in data.sources] or [data]:
         check_path(each.path)
         if each.validation_path:
-            check_path(each.validation_path)
+            check_path(_validation_place(each), field="data.validation_path")
         if each.where:
             RowFilter(each.where)
 
 
-def check_path(path: str) -> None:
-    """Raise ValueError if `path` is empty, or if no such file or folder exists."""
+def check_path(path: str, *, field: str = "data.path") -> None:
+    """Raise ValueError if `path`, which the config's `field` names, is empty, or if no such file or folder exists."""
     if not path:
         raise ValueError(
             "data.path is empty: set data.path=FILE_OR_FOLDER, data.path=stdlib or data.path=hub:OWNER/NAME"
@@ -241,26 +269,25 @@ def check_path(path: str) -> None:
     if path.startswith("hub:") or path == "stdlib":
         return
     if is_url(path):
-        check_url(path, field="data.path")
+        check_url(path, field=field)
         return
     if path.startswith(SHARDS):
         read_manifest(Path(path.removeprefix(SHARDS)).expanduser())
         return
     place = Path(path).expanduser()
     if not place.exists():
-        raise ValueError(f"data.path={path} does not exist (looked for {place.absolute()}): correct the path")
+        raise ValueError(f"{field}={path} does not exist (looked for {place.absolute()}): correct the path")
     if not place.is_dir() and not place.is_file():
-        raise ValueError(f"data.path={path} is neither a file nor a folder: give one of them")
+        raise ValueError(f"{field}={path} is neither a file nor a folder: give one of them")
 
 
-def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encoding: str) -> list[Source]:
+def _recorded(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encoding: str, hashed: bool) -> list[Source]:
     sources = []
-    pool = ThreadPoolExecutor(usable_cores())  # hashing releases the interpreter lock
+    pool = ThreadPoolExecutor(LISTING_THREADS)  # hashing releases the interpreter lock
     try:
-        for name, path, record in [(name, path, pool.submit(_record, name, path)) for name, path in files]:
-            suffix, compression = _suffixes(path)
+        for name, source in [(name, pool.submit(_source, name, path, encoding, hashed)) for name, path in files]:
             try:
-                sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record.result(), encoding))
+                sources.append(source.result())
             except OSError as error:
                 skipped.skip_or_raise(name, f"cannot be read ({error.strerror})")
     finally:  # after an error or Ctrl-C, do not hash the rest, which may be a terabyte
@@ -268,16 +295,41 @@ def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encodin
     return sources
 
 
-def _remote_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
+def _source(name: str, path: Path, encoding: str, hashed: bool) -> Source:
+    """Read a file's hash and its first bytes."""
+    suffix, compression = _suffixes(path)
+    record = SourceFile(name=name, num_bytes=path.stat().st_size, sha256=sha256_file(path) if hashed else "")
+    source = Source(path, FORMATS.get(suffix, "text"), compression, record, encoding)
+    return replace(source, problem=content_problem(source))
+
+
+def content_problem(source: Source) -> str:
+    """Return what the file is and the cure, if its first bytes say that it is not what its reader reads."""
+    if source.problem is not None or source.format == "hub":
+        return source.problem or ""
+    try:
+        with source.open_unpacked(wanted_bytes=HEAD_BYTES) as file:
+            head = file.read(HEAD_BYTES)
+    except OSError:  # its reader reports it
+        return ""
+    wanted = {"parquet": "parquet", "arrow": "an Arrow file"}.get(source.format, "")
+    return problem_of_bytes(head, encoding=source.encoding, wanted=wanted)
+
+
+def _remote_sources(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool, field: str) -> list[Source]:
     """Return the files at a URL, with the store's own hashes if it has them: then no file is read."""
-    found = find_files(data.path)
+    found = find_files(data.path, field=field)
+    if data.validation_path not in ("", data.path):
+        found = [file for file in found if not f"{file.url}/".startswith(f"{data.validation_path.rstrip('/')}/")]
+    if not found:
+        return []
     if len(found) > 1 or found[0].name != PurePath(data.path).name:
         by_name = {file.name: file for file in found}
         sizes = {name: file.num_bytes for name, file in by_name.items()}
         kept = _chosen(data.path, sizes, data, skipped, head=lambda name: _head(by_name[name].open()))
         found = [by_name[name] for name in kept]
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        hashes = list(pool.map(lambda file: file.sha256, found))
+    with as_value_errors(f"{field}={data.path}"), ThreadPoolExecutor(LISTING_THREADS) as pool:
+        hashes = list(pool.map(lambda file: file.sha256 if hashed else "", found))
     sources = []
     for file, sha256 in zip(found, hashes, strict=True):
         path = Path(file.name)
@@ -285,10 +337,6 @@ def _remote_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]
         record = SourceFile(name=file.name, num_bytes=file.num_bytes, sha256=sha256)
         sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record, data.encoding, file))
     return sources
-
-
-def _record(name: str, path: Path) -> SourceFile:
-    return SourceFile(name=name, num_bytes=path.stat().st_size, sha256=sha256_file(path))
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
@@ -319,6 +367,12 @@ def _is_utf8(path: Path) -> bool:
 
 def _folder_files(root: Path, data: DataConfig, skipped: SkippedDocuments) -> list[tuple[str, Path]]:
     paths = dict(_walk(root, skipped))
+    if data.validation_path not in ("", data.path) and not is_url(data.validation_path):
+        apart = os.path.realpath(Path(data.validation_path).expanduser())
+        kept = {name: path for name, path in paths.items() if not Path(os.path.realpath(path)).is_relative_to(apart)}
+        if paths and not kept:
+            return []
+        paths = kept
     sizes = {name: path.stat().st_size if path.is_file() else 0 for name, path in paths.items()}
     chosen = _chosen(str(root), sizes, data, skipped, head=lambda name: _head(paths[name].open("rb")))
     return [(name, paths[name]) for name in chosen]
@@ -363,21 +417,21 @@ def _chosen(
     if rest := [name for _, names in by_size[KINDS_SHOWN:] for name in names]:
         kinds = f"{len(by_size) - KINDS_SHOWN} other suffixes"
         skipped.left_out.append(_left_out(kinds, rest, sizes, "their suffixes are no text files'"))
-    skipped.hints += _split_hints(root, kept, data)
+    skipped.hints += _split_hints(kept, data)
     return kept
 
 
 def _asked(name: str, data: DataConfig) -> bool:
     """Whether data.include and data.exclude leave a file in; `*` stands for any characters, `/` too."""
-    wanted = not data.include or any(fnmatch.fnmatchcase(name, glob) for glob in data.include)
-    return wanted and not any(fnmatch.fnmatchcase(name, glob) for glob in data.exclude)
+    wanted = not data.include or any(fnmatch.fnmatchcase(name, each) for each in data.include)
+    return wanted and not any(fnmatch.fnmatchcase(name, each) for each in data.exclude)
 
 
 def _named_by(include: Iterable[str], path: PurePath) -> bool:
     """Whether a glob names the suffix of a file, which is then read as text whatever the suffix is."""
     suffix = path.suffix or path.name  # a file without one is named by its whole name
-    named = (glob for glob in include if (PurePath(glob).suffix or PurePath(glob).name) == suffix)
-    return any(fnmatch.fnmatchcase(str(path), glob) for glob in named)
+    named = (each for each in include if (PurePath(each).suffix or PurePath(each).name) == suffix)
+    return any(fnmatch.fnmatchcase(str(path), each) for each in named)
 
 
 def _is_archive(name: str) -> bool:
@@ -403,8 +457,8 @@ def _why_left_out(suffix: str, names: list[str], head: Callable[[str], bytes]) -
         if problem:
             return f"{'it' if name == names[0] else name} {problem}"
     one = PurePath(names[0])
-    glob = f"*{suffix}" if suffix else f"*/{one.name}" if len(one.parts) > 1 else one.name
-    return f'its suffix is no text file\'s; \'data.include=["*","{glob}"]\' reads it as text'
+    pattern = f"*{suffix}" if suffix else f"*/{one.name}" if len(one.parts) > 1 else one.name
+    return f'its suffix is no text file\'s; \'data.include=["*","{pattern}"]\' reads it as text'
 
 
 def _head(file: BinaryIO) -> bytes:
@@ -412,20 +466,35 @@ def _head(file: BinaryIO) -> bytes:
         return file.read(HEAD_BYTES)
 
 
-def _split_hints(root: str, kept: Collection[str], data: DataConfig) -> list[str]:
-    """Say which files seem to be a ready-made validation or test part, and would be trained on."""
+def _split_hints(kept: Collection[str], data: DataConfig) -> list[str]:
+    """Say which files seem to be a ready-made validation or test part, and would be trained on.
+
+    A folder is named only if all that is read of it seems to be held out. The manifest has these lines, so paths are
+    relative to data.path.
+    """
     if data.validation_path or data.split == "all":
         return []
     words = {name: set(re.split(r"[^a-z]+", name.lower())) for name in kept}
     held_out = sorted(name for name, own in words.items() if own & HELD_OUT_NAMES and not own & TRAIN_NAMES)
     if not held_out or not any(own & TRAIN_NAMES for own in words.values()):
         return []
-    top = held_out[0].partition("/")[0]
+    mixed = {str(parent) for name in words.keys() - set(held_out) for parent in PurePath(name).parents}
+    places = dict.fromkeys(_largest_apart(name, mixed) for name in held_out)
+    first, *others = places
+    left_out = [glob.escape(place) + ("" if place in words else "/*") for place in others or places]
+    globs = ",".join(f'"{each}"' for each in left_out[:KINDS_SHOWN]) + (",…" if left_out[KINDS_SHOWN:] else "")
     return [
-        f"{root} seems to be split already: {len(held_out)} of its {len(kept)} files, such as {held_out[0]}, are not "
-        f"named as training text, and are trained on; data.validation_path={os.path.join(root, top)} holds them out, "
-        "data.exclude leaves them out"
+        f"the corpus seems to be split already: {len(held_out)} of its {len(kept)} files, such as {held_out[0]}, are "
+        f"not named as training text, and are trained on; data.validation_path={first} holds "
+        f"{'out that part' if others else 'them out'}, 'data.exclude=[{globs}]' leaves "
+        f"{'the others' if others else 'them'} out"
     ]
+
+
+def _largest_apart(name: str, mixed: Collection[str]) -> str:
+    """Return the largest folder around a file, or the file, that has no file of the `mixed` folders' other kind."""
+    around = [str(parent) for parent in PurePath(name).parents if str(parent) not in mixed]
+    return around[-1] if around else name
 
 
 def _no_texts(root: str, others: dict[str, list[str]], head: Callable[[str], bytes]) -> ValueError:

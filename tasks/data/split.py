@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from tasks.data.readers import Piece
 from training.config.run import DataConfig
@@ -27,8 +27,7 @@ class SplitRule:
     why: str
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """A piece of text in one split. `ends`: its document ends here, in this split. `whole`: it gets an end token.
 
     `begins`: its document begins here. `before`, `after`: the characters of the document around it, if it is a piece.
@@ -127,10 +126,10 @@ def split_pieces(pieces: Iterable[Piece], rule: SplitRule, *, train_characters: 
         head, tail = piece.text[:left], piece.text[left:]
         left -= len(head)
         if head and tail:
-            yield replace(_passage(piece, "train"), text=head, ends=True, whole=False, after="")
-            yield replace(_passage(piece, "validation"), text=tail, begins=False, before="")
+            yield _passage(piece, "train")._replace(text=head, ends=True, whole=False, after="")
+            yield _passage(piece, "validation")._replace(text=tail, begins=False, before="")
         elif head:
-            yield replace(_passage(piece, "train"), ends=piece.last or left == 0)
+            yield _passage(piece, "train")._replace(ends=piece.last or left == 0)
         else:
             yield _passage(piece, "validation")
 

@@ -12,6 +12,7 @@ from training.records.plan import RankedLayout, RunPlan, describe_stages, even_s
 from training.records.words import counted, format_duration
 
 LAYOUTS_SHOWN = 4
+TEXT = "text: "  # with which reasons begin that are about the corpus
 
 
 def _describe_layout(layout: RankedLayout) -> str:
@@ -58,7 +59,7 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
         ("step", f"{1000 * step_s:,.1f} ms predicted{_likely(plan)} ({shares})"),
         *(("layout", _describe_layout(layout)) for layout in plan.ranking[:LAYOUTS_SHOWN]),
         ("checkpoint", f"{predicted.checkpoint_gib:.2f} GiB each, {plan.config.checkpoint.keep_last} kept"),
-        *(("because", reason) for reason in plan.reasons),
+        *(_labelled(reason) for reason in plan.reasons),
     ]
 
 
@@ -73,6 +74,10 @@ def _describe_parameters(plan: RunPlan) -> str:
         words.append(f"a rank {'of each stage ' * (pp > 1)}has {', '.join(own)}")
     words += [f"tp divides {sizes.cut / sizes.parameters:.1%}"] if tp > 1 else []
     return "; ".join(words)
+
+
+def _labelled(reason: str) -> tuple[str, str]:
+    return ("text", reason.removeprefix(TEXT)) if reason.startswith(TEXT) else ("because", reason)
 
 
 def _likely(plan: RunPlan) -> str:

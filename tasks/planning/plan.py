@@ -12,6 +12,7 @@ from tasks.planning.custom_program import replan_custom_program
 from tasks.planning.measured_runs import read_measurements
 from tasks.planning.pretrained import hf_config
 from tasks.planning.price import price_per_hour
+from tasks.planning.text import TextEstimate, describe_estimates
 from tasks.runs.folder import earlier_plans, read_plan
 from tasks.runs.resume import Change, remember, steps_in_time
 from tasks.store.local_copy import local_copies
@@ -52,8 +53,12 @@ def plan_run(
     shards: TokenShards | None = None,
     shards_dir: Path | None = None,
     steps_in_time: int = 0,
+    text: Sequence[TextEstimate] = (),
 ) -> RunPlan:
-    """Call `make_plan`, with the model's config.json if it needs one. Raises ValueError for a plan that cannot work."""
+    """Call `make_plan`, with the model's config.json if it needs one. Raises ValueError for a plan that cannot work.
+
+    `text`: estimates of the corpus, where there are no shards yet.
+    """
     if config.trainer.given:
         raise ValueError("a run with `trainer` has no plan: it gets a rank on each device, or parallel.ranks of them")
     plan = make_plan(
@@ -69,8 +74,8 @@ def plan_run(
         steps_in_time=steps_in_time,
     )
     price, why = price_per_hour(config.prices, inventory, plan.ranks_per_host)
-    lost = shards.ledger_lines() if shards else []
-    priced = {"price_per_hour": price, "reasons": (*plan.reasons, *lost, *([why] if why else []))}
+    about_text = [shards.text_line(), *shards.ledger_lines()] if shards else describe_estimates(plan, text)
+    priced = {"price_per_hour": price, "reasons": (*plan.reasons, *about_text, *([why] if why else []))}
     return plan.model_copy(update={"local_copies": local_copies(config)} | priced)
 
 

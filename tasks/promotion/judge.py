@@ -52,10 +52,15 @@ def terms_of_run(run: FinishedRun) -> Terms:
         gates=config.gates,
         rollout=config.rollout,
         scores=_scores(run.evaluation),
-        prompts=config.evaluation.prompts or ("",),
+        prompts=_prompts(run.evaluation),
         masked=config.objective == "masked",
         by_source=run.evaluation.loss_by_source,
     )
+
+
+def _prompts(report: EvalReport) -> tuple[str, ...]:
+    """Return the prompts of the version's own samples, for the requests of the smoke test."""
+    return tuple(sample.prompt for sample in report.samples) or ("",)
 
 
 def note_terms(client: MlflowClient, version: ModelVersion, terms: Terms) -> None:
@@ -85,7 +90,7 @@ def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
         gates=GatesConfig.model_validate(config.get("gates", {})),
         rollout=RolloutConfig.model_validate(config.get("rollout", {}), context=RECORD),
         scores=_scores(report),
-        prompts=tuple(config.get("evaluation", {}).get("prompts") or ("",)),
+        prompts=_prompts(report),
         masked=config.get("model", {}).get("architecture") == "bert",
         by_source=report.loss_by_source,
     )

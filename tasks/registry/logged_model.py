@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.registry.models import example_prompt
 from tasks.registry.tags import TAG
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
             "encoder": str(ENCODER),
         },
         signature=_signature(),
-        input_example=(pd.DataFrame({"prompt": ["def "]}), {"new_tokens": 32, "seed": 1}),
+        input_example=(pd.DataFrame({"prompt": [example_prompt(records)]}), {"new_tokens": 32, "seed": 1}),
         pip_requirements=[f"{name}=={importlib.metadata.version(name)}" for name in REQUIREMENTS],
         mlflow_model=saved,
     )

@@ -41,6 +41,12 @@ class ResolvedModel:
     tags: dict[str, str]
 
 
+def example_prompt(records_dir: Path) -> str:
+    """Return a prompt of the kind of text that a version learned from: of its own samples, the first that has words."""
+    samples = EvalReport.read(records_dir / "eval.json").samples
+    return next((sample.prompt for sample in samples if sample.prompt), "")
+
+
 def parse_ref(ref: str) -> tuple[str, str | int]:
     """Split NAME@alias into (NAME, alias), NAME/3 into (NAME, 3), NAME into (NAME, "champion"). Raises ValueError."""
     word = "[A-Za-z0-9][A-Za-z0-9._-]*"

@@ -190,6 +190,7 @@ def _lineage(data: RunData) -> Iterator[tuple[str, str]]:
             "data",
             f"{data.config.data.described}: {counted(len(shards.sources), 'source')}, fingerprint {shards.fingerprint}",
         )
+        yield "text", shards.text_line().removeprefix("text: ")
         train, validation = (format_count(shards.tokens(split)) for split in ("train", "validation"))
         yield "tokens", f"{train} for training, {validation} held out for validation ({shards.split_rule})"
         special = shards.special_tokens_lines()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tasks.inference.engine import Engine
 from tasks.inference.open_engine import open_engine
-from tasks.registry.models import find_version, parse_ref, replaced_by, resolve
+from tasks.registry.models import example_prompt, find_version, parse_ref, replaced_by, resolve
 from tasks.tracking.client import registry_client
 from tasks.workspace.locks import Locked, exclusive
 from training.config.serving import InferenceConfig
@@ -28,8 +28,9 @@ IDLE_S = 300  # the previous version is closed after so many seconds without a r
 class ServedVersion:
     """A model version with an open engine. Once retired, it is closed when its last request has ended."""
 
-    def __init__(self, name: str, version: int, engine: Engine, folder: Path) -> None:
-        self.name, self.version, self.engine, self.folder = name, version, engine, folder
+    def __init__(self, name: str, version: int, engine: Engine, folder: Path, *, example: str) -> None:
+        """`example`: a prompt of the kind of text that it learned from."""
+        self.name, self.version, self.engine, self.folder, self.example = name, version, engine, folder, example
         self.loaded_at = int(time.time())
         self._used_at = time.monotonic()
         self._users, self._retired, self._lock = 0, False, threading.Lock()
@@ -92,7 +93,8 @@ class AliasFollower:
     def _load(self, ref: str) -> ServedVersion:
         model = resolve(ref, tracking_uri=self.tracking_uri, cache_dir=self.cache_dir)
         engine = open_engine(model.export_dir, self.inference, rows=self.rows)
-        return ServedVersion(model.name, model.version, engine, model.export_dir)
+        example = example_prompt(model.records_dir)
+        return ServedVersion(model.name, model.version, engine, model.export_dir, example=example)
 
     def refresh(self) -> None:
         """Load another version and switch to it, if the reference now names one and no other replica is loading it."""
@@ -134,10 +136,14 @@ class AliasFollower:
         finally:
             served.release()
 
+    def number_before(self) -> int | None:
+        """Return the version that the served one replaced; None if there is none."""
+        return replaced_by(self.client, self.served.name, self.served.version)
+
     def previous(self) -> ServedVersion:
         """Acquire the version that the served one replaced; the first call opens it. ValueError: there is none."""
         with self._loading:
-            number = replaced_by(self.client, self.served.name, self.served.version)
+            number = self.number_before()
             if number is None:
                 raise ValueError(f"{self.served.name}/{self.served.version} did not replace another version")
             if self._previous is None or self._previous.version != number:

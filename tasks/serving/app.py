@@ -77,6 +77,7 @@ def build_app(follower: AliasFollower, *, limits: ServingConfig) -> ASGIApp:
     add_openai(app, follower, text)
     add_tokenizer(app, follower, text)
     add_kserve(app, follower, text)
+    _add_page(app, follower)
     _add_health(app, follower, metrics)
     return AdmissionControl(app, follower=follower, limits=limits, metrics=metrics)
 
@@ -109,6 +110,18 @@ def _add_generate(app: FastAPI, follower: AliasFollower, text: TextService) -> N
             served.release()
 
 
+def _add_page(app: FastAPI, follower: AliasFollower) -> None:
+    @app.get("/")
+    async def demo_page() -> FileResponse:
+        """Return a page where the served and the previous version complete the same text, side by side."""
+        return FileResponse(DEMO_PAGE)
+
+    @app.get("/example")
+    async def example() -> dict[str, str | int | None]:
+        """Return a prompt of the kind of text that the model learned from, and the number of the previous version."""
+        return {"prompt": follower.served.example, "previous": await asyncio.to_thread(follower.number_before)}
+
+
 def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -> None:
     @app.get("/health")
     async def health() -> dict[str, str | int | list[int]]:
@@ -139,11 +152,6 @@ def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -
     async def prometheus(of: Literal["all", "process"] = "all") -> Response:
         """Return the sum over all replicas, or for of=process the metrics of the process that answers."""
         return Response(metrics.page(of_all=of == "all"), media_type=metrics.media_type)
-
-    @app.get("/")
-    async def demo_page() -> FileResponse:
-        """Return a page where the served and the previous version complete the same text, side by side."""
-        return FileResponse(DEMO_PAGE)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import json
+import shlex
 import socket
 
 
@@ -40,7 +41,8 @@ def url_of(host: str, listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
-def print_address(what: str, url: str) -> None:
-    example = json.dumps({"prompt": "def ", "new_tokens": 64})
+def print_address(what: str, url: str, *, prompt: str) -> None:
+    """Print where a server is, and a request to try; `prompt` is of the text that its model learned from."""
+    example = json.dumps({"prompt": prompt, "new_tokens": 64}, ensure_ascii=False)
     print(f"serving {what} at {url}")
-    print(f"try: curl {url}/generate -H 'content-type: application/json' -d '{example}'", flush=True)
+    print(f"try: curl {url}/generate -H 'content-type: application/json' -d {shlex.quote(example)}", flush=True)

@@ -56,7 +56,9 @@ def _serve(task: ReplicaTask) -> None:
                 record_path=task.record_path,
                 record=record_of(task),
                 config=task.config,
-                announce=lambda model, version: tell(ReplicaStatus(model=model, version=version)),
+                announce=lambda served: tell(
+                    ReplicaStatus(model=served.name, version=served.version, prompt=served.example)
+                ),
                 load_lock=task.load_lock,
             )
         except Exception as error:

@@ -60,6 +60,7 @@ class ReplicaStatus(Record):
 
     model: str = ""
     version: int = 0
+    prompt: str = ""
     error: str = ""
     is_bad_input: bool = False
 
@@ -124,7 +125,7 @@ def serve_by_replicas(
                 first = _ready(started[0])
         for replica in started[1:]:
             _ready(replica)
-        print_address(f"{first.model} version {first.version} ({ref}) by {replicas} replicas", url)
+        print_address(f"{first.model} version {first.version} ({ref}) by {replicas} replicas", url, prompt=first.prompt)
         while True:
             _watch(started, metrics=folder)
 

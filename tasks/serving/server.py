@@ -15,7 +15,7 @@ from pathlib import Path
 
 import uvicorn
 
-from tasks.serving.alias_follower import AliasFollower
+from tasks.serving.alias_follower import AliasFollower, ServedVersion
 from tasks.serving.app import build_app
 from tasks.serving.listener import listen, print_address, url_of
 from tasks.serving.server_record import ServerRecord, published
@@ -43,8 +43,8 @@ def serve(
     with listen(host, port) as listener:
         url = url_of(host, listener)
 
-        def announce(model: str, version: int) -> None:
-            print_address(f"{model} version {version} ({ref})", url)
+        def announce(served: ServedVersion) -> None:
+            print_address(f"{served.name} version {served.version} ({ref})", url, prompt=served.example)
 
         follow_and_serve(
             ref,
@@ -67,10 +67,10 @@ def follow_and_serve(
     record_path: Path | None,
     record: ServerRecord,
     config: ServeConfig,
-    announce: Callable[[str, int], None],
+    announce: Callable[[ServedVersion], None],
     load_lock: Path | None = None,
 ) -> None:
-    """Serve on open sockets until a signal. `announce`: called with model and version when the model is loaded.
+    """Serve on open sockets until a signal. `announce`: called when the model is loaded.
 
     `record`: published at `record_path`, with the model's name. `load_lock`: see AliasFollower.
     """
@@ -88,7 +88,7 @@ def follow_and_serve(
         served = follower.served
         if record_path:
             stack.enter_context(published(record_path, record.model_copy(update={"model": served.name})))
-        announce(served.name, served.version)
+        announce(served)
         drain_s = math.ceil(config.serving.drain_s)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=drain_s))
         server.run(list(listeners))

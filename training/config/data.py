@@ -275,8 +275,9 @@ class DataConfig(Section):
     )
     validation_path: str = Field(
         "",
-        description="File, folder or URL of a ready-made validation part. All of it is held out, and everything else "
-        "is trained on; `split` and `validation_fraction` do not apply.",
+        description="File, folder or URL of a ready-made validation part, also by its path below `path`. All of it is "
+        "held out, and everything else is trained on; `split` and `validation_fraction` do not apply. For its files, "
+        "`include` and `exclude` mean the path below it.",
     )
     column: str = Field(
         "text",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from training.config.section import Section
@@ -21,7 +23,11 @@ class EvaluationConfig(Section):
         description="Stop training after this many quick validations in a row without a new best loss; 0 disables "
         "early stopping.",
     )
-    prompts: tuple[str, ...] = Field(("",), description="Prompts from which each evaluation generates a text sample.")
+    prompts: Literal["auto"] | tuple[str, ...] = Field(
+        "auto",
+        description="Prompts from which each evaluation generates a text sample. auto: the first words of a few "
+        "held-out documents, or, with data.path=stdlib, words of Python.",
+    )
     samples_while_training: int = Field(
         32,
         ge=0,

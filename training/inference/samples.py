@@ -12,6 +12,7 @@ from training.inference.generate_uncached import continuations
 from training.inference.sampling import SamplingParams
 from training.records.plan import RankPlan, RunPlan
 from training.records.record import write_atomically
+from training.shards.prompts import sample_prompts
 from training.strategies import Strategy
 from training.tokenizer.text_encoder import TextEncoder
 from training.tracking.rows import SAMPLES, read_rows
@@ -20,10 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Generates a text for each configured prompt. Prompt n has the seed train.seed + n."""
+    """Generates a text for each prompt. Prompt n has the seed train.seed + n."""
 
     def __init__(self, plan: RankPlan, *, new_tokens: int) -> None:
-        self.plan, self.new_tokens, self.prompts = plan, new_tokens, plan.config.evaluation.prompts
+        self.plan, self.new_tokens = plan, new_tokens
+        self.prompts = sample_prompts(plan.config, Path(plan.shards_dir))
         encoder = TextEncoder(Path(plan.shards_dir) / "tokenizer", plan.text_encoding.model_dump())
         self.tokenizer, encoded = encoder.tokenizer, [encoder.encode(prompt) for prompt in self.prompts]
         self.ids = [ids or [plan.end_id] for ids in encoded]  # empty prompt: a document starts after the end token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from training.records.record import Record
@@ -143,44 +143,44 @@ class TokenShards(Ledger):
 
     def ledger_lines(self) -> list[str]:
         """Return what of the corpus was left out, skipped or lost, a sentence each; warnings are `ledger_warnings`."""
+        return [line for line, _ in sorted(self._ledger(), key=lambda each: each[1])]
+
+    def ledger_warnings(self) -> list[str]:
+        """Return what was lost and should not have been."""
+        return [line for line, is_warning in self._ledger() if is_warning]
+
+    def text_line(self) -> str:
+        """Return what the text is, in a sentence."""
+        train, validation = (f"{self.tokens(split):,}" for split in ("train", "validation"))
+        documents, text_bytes = (sum(map(each, ("train", "validation"))) for each in (self.documents, self.text_bytes))
+        return (
+            f"text: {counted(documents, 'document')}, {text_bytes / 1e6:,.1f} MB, {train} tokens to train on and "
+            f"{validation} held out"
+        )
+
+    def _ledger(self) -> Iterator[tuple[str, bool]]:
+        """Yield sentences, and whether each is a warning."""
         counts = [
             (self.repeated, "document", "whose text repeats an earlier one"),
             (self.filtered, "row", "for which data.where is false"),
         ]
-        lines = [f"text: left out {counted(number, noun)} {which}" for number, noun, which in counts if number]
-        lines += [
-            f"text: left out {counted(each.files, 'file')} ({each.kind}, {each.num_bytes / 1e6:,.1f} MB, such as "
-            f"{each.example}): {each.why}"
-            for each in self.left_out
-            if not self._is_grave(each)
-        ]
-        return lines + self.ledger_warnings()
-
-    def ledger_warnings(self) -> list[str]:
-        """Return what was lost and should not have been."""
-        read = max(1, sum(source.num_bytes for source in self.sources))
-        lines = [
-            f"text: left out {counted(each.files, 'file')} ({each.kind}, {each.num_bytes / 1e6:,.1f} MB, while "
-            f"{read / 1e6:,.1f} MB are read), such as {each.example}: {each.why}"
-            for each in self.left_out
-            if self._is_grave(each)
-        ]
+        for number, noun, which in counts:
+            if number:
+                yield f"text: left out {counted(number, noun)} {which}", False
+        yield from files_left_out(self.left_out, read_bytes=sum(source.num_bytes for source in self.sources))
         if self.skipped:
             places = "; ".join(self.skipped_examples[:3])
-            lines.append(f"text: skipped {counted(self.skipped, 'document')} (data.on_error=skip), the first: {places}")
+            skipped = counted(self.skipped, "document")
+            yield f"text: skipped {skipped} (data.on_error=skip), the first: {places}", True
         if self.nul_characters:
-            lines.append(
-                f"text: the documents, and so the tokens, hold {counted(self.nul_characters, 'NUL character')}"
-            )
-        share = self.lost_characters / max(1, self.characters)
-        if share > LOST_SHARE:
-            unknown = counted(self.unknown_tokens, "unknown token")
-            lines.append(
-                f"text: {share:.2%} of the characters ({self.lost_characters:,} of {self.characters:,}) are lost: the "
-                f"tokenizer does not know them ({unknown}); take one that is byte-level "
-                "or has a byte fallback, or train one on this text with data.tokenizer.kind=bpe"
-            )
-        return [*lines, *self.special_tokens_lines(), *(f"text: {hint}" for hint in self.hints)]
+            nuls = counted(self.nul_characters, "NUL character")
+            yield f"text: the documents, and so the tokens, hold {nuls}", True
+        if self.lost_characters or self.unknown_tokens:
+            yield self._losses(), self.lost_characters > LOST_SHARE * self.characters
+        for line in self.special_tokens_lines():
+            yield line, True
+        for hint in self.hints:
+            yield f"text: {hint}", True
 
     def special_tokens_lines(self) -> list[str]:
         """Return a sentence about the special tokens that the text holds, if it does."""
@@ -202,6 +202,25 @@ class TokenShards(Ledger):
         same = {*self.encoding.special_tokens} == {*rule.special_tokens}
         return self.encoding.bos == rule.bos and (same or holds_none)
 
-    def _is_grave(self, each: LeftOut) -> bool:
-        """Whether files that are left out are archives, or more than all that are read."""
-        return each.refused or (not each.asked and each.num_bytes > sum(source.num_bytes for source in self.sources))
+    def _losses(self) -> str:
+        share = self.lost_characters / max(1, self.characters)
+        return (
+            f"text: {f'{share:.2%}' if share >= 0.0001 else 'below 0.01%'} of the characters ({self.lost_characters:,} "
+            f"of {self.characters:,}) are lost: the tokenizer does not know them "
+            f"({counted(self.unknown_tokens, 'unknown token')}); take one that is byte-level or has a byte fallback, "
+            "or train one on this text with data.tokenizer.kind=bpe"
+        )
+
+
+def files_left_out(left_out: Iterable[LeftOut], *, read_bytes: int) -> Iterator[tuple[str, bool]]:
+    """Yield a sentence for each kind of files, and whether it is a warning: of archives, or of more than is read."""
+    for each in left_out:
+        files, size = counted(each.files, "file"), f"{each.num_bytes / 1e6:,.1f} MB"
+        if each.refused or (not each.asked and each.num_bytes > read_bytes):
+            read = f"{max(1, read_bytes) / 1e6:,.1f} MB are read"
+            yield (
+                f"text: left out {files} ({each.kind}, {size}, while {read}), such as {each.example}: {each.why}",
+                True,
+            )
+        else:
+            yield f"text: left out {files} ({each.kind}, {size}, such as {each.example}): {each.why}", False

@@ -91,7 +91,7 @@ def test_spans_of_any_size_hold_the_documents_of_the_whole_file(tmp_path: Path, 
 
 
 def test_a_long_document_may_be_cut_at_any_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.data.readers.BORDER_BYTES", 40)
+    monkeypatch.setattr("tasks.data.readers.plain_text.BORDER_BYTES", 40)
     for seed in range(12):
         text = random_text(seed, longest=400)
         (tmp_path / "a.txt").write_bytes(text)

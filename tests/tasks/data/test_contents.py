@@ -1,5 +1,6 @@
 """Files whose first bytes say what they are, links, names, compression: all is read, or refused as what it is."""
 
+import functools
 import gzip
 import json
 import lzma
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pytest
 
+from tasks.data import corpus
 from tasks.data.contents import CONTENTS
 from tests.support.text_cases import (
     STORIES,
@@ -25,7 +27,7 @@ from tests.support.text_cases import (
     write_texts,
     write_zip,
 )
-from tests.support.tiny_corpus import all_documents, prepare
+from tests.support.tiny_corpus import all_documents, decoded, prepare
 from training.records.token_shards import TokenShards
 
 if sys.version_info >= (3, 14):
@@ -406,3 +408,103 @@ def test_compressed_files_without_another_suffix_are_read_as_their_cure_says(tmp
         prepare(tmp_path, root)
     folder, _ = prepare(tmp_path, root, include=["*", "*.gz"], text_unit="line")
     assert sorted(text.strip() for text in all_documents(folder)) == sorted(text.strip() for text in STORIES)
+
+
+def write_split(root: Path, names: dict[str, str]) -> Path:
+    """Files of 40 stories each, by name, with a word of their own."""
+    for name, word in names.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(json_lines([text.replace("fox", word) for text in STORIES]))
+    return root
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"en/train.jsonl": "fox", "en/valid.jsonl": "cat"},
+        {"data/train/a.jsonl": "fox", "data/valid/a.jsonl": "cat"},
+        {"train/a.jsonl": "fox", "more/b.jsonl": "fix", "held/valid/a.jsonl": "cat", "held/c.jsonl": "fax"},
+    ],
+)
+def test_the_cure_for_a_ready_made_split_loses_no_training_text(tmp_path: Path, names: dict[str, str]) -> None:
+    root = write_split(tmp_path / "corpus", names)
+    (hint,) = (line for line in prepare(tmp_path, root)[1].ledger_warnings() if "split already" in line)
+    cure = hint.partition("data.validation_path=")[2].partition(" ")[0]
+    globs = json.loads(hint.partition("data.exclude=")[2].partition("'")[0])
+    folder, shards = prepare(tmp_path, root, validation_path=cure)
+    others = [name for name in names if "valid" not in name]
+    assert (shards.documents("train"), shards.documents("validation")) == (40 * len(others), 40)
+    assert all("cat" in text for text in decoded(folder)["validation"])
+    left = prepare(tmp_path, root, exclude=globs)[1]
+    assert sorted(source.name for source in left.sources) == sorted(others)
+
+
+def test_several_parts_beside_the_training_text_are_each_named(tmp_path: Path) -> None:
+    root = write_split(tmp_path / "corpus", {"train/a.jsonl": "fox", "valid/a.jsonl": "cat", "test/a.jsonl": "dog"})
+    (hint,) = (line for line in prepare(tmp_path, root)[1].ledger_warnings() if "split already" in line)
+    cure = hint.partition("data.validation_path=")[2].partition(" ")[0]
+    globs = json.loads(hint.partition("data.exclude=")[2].partition("'")[0])
+    shards = prepare(tmp_path, root, validation_path=cure, exclude=globs)[1]
+    assert (shards.documents("train"), shards.documents("validation")) == (40, 40)
+
+
+def test_the_same_text_elsewhere_has_the_same_manifest(tmp_path: Path) -> None:
+    manifests = []
+    for machine in ("one", "two"):
+        home = tmp_path / machine
+        root = write_split(home / "corpus", {"train.jsonl": "fox", "valid.jsonl": "cat"})
+        (root / "notes.dat").write_text("no text")
+        manifests.append((prepare(home, root)[0] / "manifest.json").read_bytes())
+    assert manifests[0] == manifests[1]
+
+
+def test_patterns_mean_paths_below_the_validation_part_and_nothing_counts_twice(tmp_path: Path) -> None:
+    root = write_split(tmp_path / "corpus", {"train/a.jsonl": "fox", "valid/a.jsonl": "cat", "valid/old.jsonl": "old"})
+    (root / "valid" / "notes.dat").write_text("no text")
+    folder, shards = prepare(tmp_path, root, validation_path="valid", exclude=["old.jsonl"])
+    assert [source.name for source in shards.sources] == ["train/a.jsonl", "valid/a.jsonl"]
+    assert not any("old" in text for text in decoded(folder)["train"]), "what is left out of it is not trained on"
+    assert {each.kind: each.files for each in shards.left_out} == {"data.include, data.exclude": 1, ".dat": 1}
+
+
+def test_a_relative_validation_part_that_is_in_two_places_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_split(tmp_path / "corpus", {"train/a.jsonl": "fox", "valid/a.jsonl": "cat"})
+    (tmp_path / "valid").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"data\.validation_path=valid is here .* and below data\.path"):
+        prepare(tmp_path, root, validation_path="valid")
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        ("empty.jsonl", r"data\.validation_path=.*empty\.jsonl holds no text"),
+        ("nothing", r"data\.validation_path=.*nothing does not exist"),
+        ("corpus", r"data\.validation_path=.*corpus has all files of data\.path"),
+    ],
+)
+def test_a_validation_part_that_cannot_serve_is_named_before_anything_is_tokenized(
+    tmp_path: Path, part: str, problem: str
+) -> None:
+    root = write_split(tmp_path / "corpus", {"a.jsonl": "fox"})
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match=problem):
+        prepare(tmp_path, root, validation_path=str(tmp_path / part))
+    assert not list(tmp_path.rglob("*.done.json"))
+
+
+def test_what_readers_take_now_is_not_hidden_by_older_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_older_readers(source: Path) -> Path:
+        with monkeypatch.context() as older:
+            older.setattr(corpus, "_fingerprint", functools.partial(corpus._fingerprint, readers=1))
+            return prepare(tmp_path, source, on_error="skip")[0]
+
+    faulty, whole = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    faulty.write_text(json_lines(STORIES) + "no object\n")
+    whole.write_text(json_lines(STORIES))
+    assert prepare(tmp_path, faulty, on_error="skip")[0] != by_older_readers(faulty)
+    older = by_older_readers(whole)
+    assert prepare(tmp_path, whole, on_error="skip")[0] == older, "nothing was skipped, so the tokens are the same"
+    assert prepare(tmp_path, whole, on_error="stop")[0] != older

@@ -3,6 +3,7 @@
 import gzip
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -88,6 +89,33 @@ def test_a_tokenizer_learns_from_all_over_the_corpus(tmp_path: Path, packed: boo
     assert per_token[chinese[:1]] > 1.2  # it was 0.33 when the first MiB was taken
     assert per_token[english[:1]] > 2
     assert prepare(tmp_path, root, kind="bpe", tokenizer=options, shard_mib=shard_mib)[0] == folder
+
+
+@pytest.mark.parametrize("options", [{"split": "tail", "validation_fraction": 0.8}, {"validation_path": "valid"}])
+def test_the_sample_of_a_tokenizer_is_training_text(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of six chunks one is drawn. Most are held out, and have another script."""
+    monkeypatch.setattr("tasks.data.sample.READ_FACTOR", 1)
+    english = "whenever the river was wandering near the houses "
+    (tmp_path / "corpus" / "valid").mkdir(parents=True)
+    (tmp_path / "corpus" / "a.txt").write_text(english * 21_000)
+    for number in range(5):
+        (tmp_path / "corpus" / "valid" / f"{number}.txt").write_text("山水之间有人家" * 50_000)
+    tokenizer = {"vocab_size": 280, "sample_mib": 1}
+    folder, _ = prepare(
+        tmp_path, tmp_path / "corpus", kind="bpe", tokenizer=tokenizer, shard_mib=1, processes=1, **options
+    )
+    learned = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    assert len(learned.encode(english).ids) < len(english) / 1.5
+
+
+def test_small_losses_are_said_and_are_no_warning(tmp_path: Path) -> None:
+    shards = with_tokenizer(tmp_path, [*HELLOS * 4, FOREIGN[0]], text_cases.characters_without_unknown)
+    assert 0 < shards.lost_characters / shards.characters < 0.001
+    (line,) = shards.ledger_lines()
+    assert f"({shards.lost_characters:,} of {shards.characters:,}) are lost" in line
+    assert not shards.ledger_warnings()
 
 
 def test_a_corpus_of_one_sample_keeps_its_address_and_its_tokenizer(tmp_path: Path) -> None:

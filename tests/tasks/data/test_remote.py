@@ -146,3 +146,15 @@ def test_a_file_of_a_web_server_is_a_corpus(tmp_path: Path) -> None:
         _, shards = prepare(tmp_path, f"http://127.0.0.1:{server.server_address[1]}/a.jsonl")
         server.shutdown()
     assert sum(map(shards.documents, SPLITS)) == len(TEXTS)
+
+
+def test_a_server_that_gives_no_parts_of_files_is_named_with_the_cure(tmp_path: Path) -> None:
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "large.txt").write_bytes(b"a line of text\n" * 2**21)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "web"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/large.txt"
+        with pytest.raises(ValueError, match=rf"data\.path={url} cannot be read .*range requests.*download it"):
+            prepare(tmp_path, url)
+        server.shutdown()

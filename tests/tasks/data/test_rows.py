@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.text_cases import STORIES, json_lines, talk, write_articles, write_table
 from tests.support.tiny_corpus import all_documents, prepare
+from training.shards.format import SPLITS
 
 HUGE = "9" * 5000
 
@@ -251,3 +252,37 @@ def test_text_inside_structs_is_read_by_its_path(tmp_path: Path) -> None:
     folder, shards = prepare(tmp_path, tmp_path / "a.parquet", column="a.b", where="score > 9 and a.n < 30")
     assert sorted(all_documents(folder)) == sorted(STORIES[10:30])
     assert shards.filtered == 20
+
+
+def test_a_header_in_quotes_between_semicolons_is_understood(tmp_path: Path) -> None:
+    rows = "".join(f'"a; {number}";"{number}"\n' for number in range(30))
+    source = write(tmp_path / "a.csv", '"text";"id"\n' + rows)
+    assert "set data.table.delimiter=';'" in refusal(tmp_path, source)
+    _, shards = prepare(tmp_path, source, table={"delimiter": ";"})
+    assert sum(map(shards.documents, SPLITS)) == 30
+
+
+def test_quoted_fields_of_a_tsv_are_hinted_at(tmp_path: Path) -> None:
+    whole = [f'{number}\t"he said ""no"" {number}"\n' for number in range(30)]
+    source = write(tmp_path / "a.tsv", "id\ttext\n" + "".join(whole))
+    _, shards = prepare(tmp_path, source)
+    (line,) = shards.ledger_warnings()
+    assert "a.tsv" in line
+    assert "data.table.quoting=csv" in line
+    folder, asked = prepare(tmp_path, source, table={"quoting": "csv"})
+    assert not asked.ledger_warnings()
+    assert 'he said "no" 3' in all_documents(folder)
+    assert not prepare(tmp_path, source, table={"quoting": "none"})[1].ledger_warnings(), "asked for"
+    over_lines = write(tmp_path / "b.tsv", 'id\ttext\n0\t"one\ntwo"\n' + "".join(whole))
+    assert "data.table.quoting=csv" in refusal(tmp_path, over_lines)
+
+
+def test_a_stray_table_of_a_folder_can_be_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder / "a.jsonl", "".join('{"text": "words"}\n' for _ in range(30)))
+    write(folder / "labels.csv", "name,label\nx,1\n")
+    message = refusal(tmp_path, folder)
+    glob = message.partition("data.exclude=[")[2].partition("]")[0].strip('"')
+    _, shards = prepare(tmp_path, folder, exclude=[glob])
+    assert sum(map(shards.documents, SPLITS)) == 30

@@ -45,6 +45,7 @@ def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order
         assert reply.json()["text"] == generator.generate(**body)  # type: ignore[arg-type]
         assert (reply.json()["model"], reply.json()["version"]) == ("tiny", 1)
         assert "<textarea" in client.get("/").text
+        assert client.get("/example").json() == {"prompt": "", "previous": None}
 
         refused = {
             "new_tokens: Input should be greater than or equal to 1": {"prompt": "x", "new_tokens": 0},
@@ -95,6 +96,7 @@ def test_limits_and_tokens_are_kept_and_requests_counted(champion: Store) -> Non
         for path in ("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"):
             assert client.get(path).status_code == 200
         assert client.get("/openapi.json").status_code == 401
+        assert client.get("/example").status_code == 401, "its prompt is text that was held out"
         figures = {
             (sample.name, sample.labels.get("code", "")): sample.value
             for family in text_string_to_metric_families(client.get("/metrics").text)

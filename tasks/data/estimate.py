@@ -1,0 +1,144 @@
+"""Estimates how much text a corpus has, before it is tokenized: from its files' sizes and a sample from all over it."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tasks.data.chunks import Chunk, cut_chunks
+from tasks.data.encoder import load_tokenizer
+from tasks.data.readers import Piece, Span, read_spans
+from tasks.data.sample import draw
+from tasks.data.sources import SkippedDocuments, Source, find_sources
+from tasks.data.tokenizer import load_pretrained, save_tokenizer, special_tokens, text_encoding
+from tasks.planning.text import TextEstimate
+from training.config.run import DataConfig, RunConfig
+
+CHUNKS_READ = 16
+READ_BYTES = 32 * 2**20  # of text, in all of these chunks
+ENCODED_BYTES = 2**20
+
+
+def estimate_text(config: RunConfig) -> list[TextEstimate]:
+    """Estimate each source of text that is a file, a folder or a URL; there is none for hub sets and for shards.
+
+    Raises ValueError, with the cure, for what would stop the run: no text, or a document in the sample that cannot be
+    read.
+    """
+    data = config.data
+    each = [(source.label, data.of_source(source)) for source in data.sources] or [(data.described, data)]
+    masked = config.objective == "masked"
+    return [_estimate(name, own, masked=masked) for name, own in each if not own.path.startswith(("hub:", "shards:"))]
+
+
+@dataclass(frozen=True)
+class _Watched(Source):
+    """A source of which it is known how far it was read."""
+
+    opened: list[io.BufferedReader] = field(default_factory=list)
+
+    def open_bytes(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
+        self.opened.append(super().open_bytes(wanted_bytes=wanted_bytes))
+        return self.opened[-1]
+
+
+def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
+    skipped = SkippedDocuments(data.on_error)
+    sources = find_sources(data, skipped, hashed=False)
+    chunks = cut_chunks(sources, data)
+    chosen = [chunks[len(chunks) * n // CHUNKS_READ] for n in range(CHUNKS_READ)]
+    chosen = list(dict.fromkeys(chosen)) if len(chunks) > CHUNKS_READ else chunks
+    texts: list[str] = []
+    read_bytes = text_bytes = documents = 0.0
+    for chunk in chosen:
+        found, share = _read(chunk, data, skipped, limit=READ_BYTES // len(chosen))
+        texts += [piece.text for piece in found]
+        read_bytes += share * chunk.num_bytes
+        text_bytes += sum(len(piece.text.encode()) for piece in found)
+        documents += sum(piece.last for piece in found)
+    if not texts:
+        raise ValueError(f"data.path={data.path}: the sample holds no text: all documents are empty or skipped")
+    file_bytes = sum(source.record.num_bytes for source in sources)
+    times = max(1.0, sum(chunk.num_bytes for chunk in chunks) / read_bytes)
+    sample = draw(texts, ENCODED_BYTES)
+    sample_bytes = len("".join(sample).encode())
+    per_byte = _tokens_per_byte(data, sample, learns_from_all=text_bytes <= ENCODED_BYTES, masked=masked)
+    tokens = times * (per_byte * text_bytes + documents)
+    held_out = sum(source.record.num_bytes for source in sources if source.held_out) / max(1, file_bytes)
+    train = 1 - (held_out if data.validation_path else data.validation_fraction)
+    return TextEstimate(
+        name=name,
+        files=len(sources),
+        file_bytes=file_bytes,
+        documents=round(times * documents),
+        text_bytes=round(times * text_bytes),
+        tokens=round(tokens),
+        train_tokens=round(train * tokens),
+        sample_bytes=sample_bytes,
+        is_counted=times == 1,
+        left_out=tuple(skipped.left_out),
+        hints=tuple(skipped.hints),
+    )
+
+
+def _read(chunk: Chunk, data: DataConfig, skipped: SkippedDocuments, *, limit: int) -> tuple[list[Piece], float]:
+    """Return the first pieces of a chunk, about `limit` bytes of text, and the share of its bytes that they are."""
+    spans = [replace(span, source=_Watched(**vars(span.source))) for span in chunk.spans]
+    pieces: list[Piece] = []
+    size = 0
+    for piece in read_spans(spans, data, skipped):
+        pieces.append(piece)
+        size += len(piece.text.encode())
+        if size >= limit:
+            return pieces, _share_read(chunk, spans, piece)
+    return pieces, 1.0
+
+
+def _share_read(chunk: Chunk, spans: Sequence[Span], last: Piece) -> float:
+    """Return the share of a chunk's bytes that its reader has read when it yields `last`."""
+    at = next(place for place, span in enumerate(spans) if span.source.name == last.place.span.source.name)
+    span = spans[at]
+    before = sum(_size(each) for each in spans[:at])
+    here = chunk.num_bytes - before - sum(_size(each) for each in spans[at + 1 :])
+    assert isinstance(span.source, _Watched)
+    if span.source.format == "parquet":
+        share = _share_of_rows(span, last.place.number)
+    else:
+        file = span.source.opened[-1]
+        share = 1.0 if file.closed else (file.tell() - (span.start or 0)) / max(1, here)
+    return (before + min(1.0, share) * here) / max(1, chunk.num_bytes)
+
+
+def _size(span: Span) -> int:
+    return span.source.record.num_bytes if span.stop is None else span.stop - span.start
+
+
+def _share_of_rows(span: Span, row: int) -> float:
+    import pyarrow.parquet
+
+    with span.source.open_bytes() as file:
+        metadata = pyarrow.parquet.read_metadata(file)
+    rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    return (row - sum(rows[: span.start])) / max(1, sum(rows[span.start : span.stop]))
+
+
+def _tokens_per_byte(data: DataConfig, texts: Sequence[str], *, learns_from_all: bool, masked: bool) -> float:
+    """Return the tokens for a byte of text. A BPE that learns from more text than the sample is tried on other text."""
+    pretrained = load_pretrained(data.tokenizer)
+    specials = special_tokens(pretrained, masked=masked)
+    learned, tried = (texts, texts) if learns_from_all or len(texts) < 2 else (texts[::2], texts[1::2])
+    with tempfile.TemporaryDirectory() as folder:
+        saved = save_tokenizer(
+            Path(folder),
+            data.tokenizer,
+            pretrained=pretrained,
+            specials=specials,
+            encoding=text_encoding(data.tokenizer, pretrained, specials, continued=False),
+            train_texts=[learned],
+            all_texts=texts,
+        )
+        encoded = load_tokenizer(str(saved.file)).encode_batch(list(tried), add_special_tokens=False)
+    return sum(len(each.ids) for each in encoded) / len("".join(tried).encode())

@@ -1,0 +1,201 @@
+"""Reads JSON: an object per line, one array, or objects of several lines."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import functools
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import orjson
+
+from tasks.data.contents import TOKENS
+from tasks.data.readers.documents import BLOCK_CHARACTERS, Wanted, pieces_of_document
+from tasks.data.readers.plain_text import numbered_lines
+from tasks.data.readers.problems import cure_of_row, kind_of, listed, not_unicode
+from tasks.data.readers.spans import Piece, Place, Span
+from tasks.data.sources import SkippedDocuments, Source
+from training.config.run import DataConfig
+
+LONGEST_INTEGER = 4300  # digits that Python reads as one integer
+LONGEST_ITEM = 2**28  # characters of one item of a JSON array, which is parsed repeatedly until it is complete
+JSON_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def json_shape(source: Source, data: DataConfig) -> Literal["lines", "array", "objects"]:
+    """Return how a JSON file holds its rows: an object per line, one array, or objects of several lines each.
+
+    Only a file named .json may be one of the latter two. It holds objects if its first line is no object and the second
+    one continues it, or if data.json_field names the rows in it.
+    """
+    if source.suffix != ".json":
+        return "lines"
+    with source.open(wanted_bytes=BLOCK_CHARACTERS) as file:
+        start = file.read(BLOCK_CHARACTERS).removeprefix(codecs.BOM_UTF8).lstrip()
+    if start.startswith(b"["):
+        return "array"
+    if data.json_field and start.startswith(b"{"):
+        return "objects"
+    first, *rest = filter(None, map(bytes.strip, start.split(b"\n", 3)[:3])) if start else [b""]
+    continues = bool(rest) and rest[0].startswith((b'"', b"}")) and not first.endswith(b"}")
+    return "objects" if first.startswith(b"{") and continues else "lines"
+
+
+def read_array(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
+    """Yield the objects or texts of an array of any length; only one block of them at a time is in memory."""
+    with span.source.open() as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
+        for number, row in enumerate(_items(text), 1):
+            place = Place(span, number, "item")
+            if isinstance(row, str) and wanted.where is None:
+                yield from pieces_of_document(place, row, skipped)
+            else:
+                yield from _of_row(row, place, wanted, skipped)
+
+
+def read_objects(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
+    """Yield the objects of a file one after the other, or the rows that they hold in data.json_field."""
+    with span.source.open() as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
+        content = text.read(LONGEST_ITEM)
+    if len(content) == LONGEST_ITEM:
+        raise OSError(f"longer than {LONGEST_ITEM:,} characters; write its rows as JSON lines, with jq -c '.[]'")
+    place, rows = _space(content, 0), []
+    while place < len(content):
+        try:
+            found, place = DECODER.raw_decode(content, place)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise OSError(f"not valid JSON: {error}") from None
+        place = _space(content, place)
+        inside = _value_at(found, wanted.json_field) if wanted.json_field else [found]
+        if not isinstance(inside, list):
+            fields = listed(
+                key for key, value in (found.items() if isinstance(found, dict) else ()) if isinstance(value, list)
+            )
+            cure = f"; set data.json_field to one of its lists, {fields}" if fields != "none at all" else ""
+            raise OSError(f"data.json_field={wanted.json_field} is no list in it{cure}")
+        rows += inside
+    for number, row in enumerate(rows, 1):
+        yield from _of_row(row, Place(span, number, "item"), wanted, skipped)
+
+
+def _integer(digits: str) -> int | float:
+    """Read an integer; one that is too long for Python is infinite, because its row may hold a document beside it."""
+    return int(digits) if len(digits) < LONGEST_INTEGER else float(digits)
+
+
+DECODER = json.JSONDecoder(parse_int=_integer)
+
+
+def _items(text: io.TextIOWrapper) -> Iterator[object]:
+    """Yield the items of a JSON array. Raises OSError if it is cut off or not valid, or if text follows it."""
+    decode, size = DECODER.raw_decode, BLOCK_CHARACTERS
+    buffer = text.read(size)
+    place = _space(buffer, 0) + 1  # after the bracket
+    is_first = True
+    while True:
+        place = _space(buffer, place)
+        if is_first and buffer[place : place + 1] == "]":
+            stop, separator, problem = place, "]", ""
+        else:
+            try:
+                row, end = decode(buffer, place)
+            except (json.JSONDecodeError, RecursionError) as error:
+                separator, problem = "", str(error)
+            else:
+                stop = _space(buffer, end)
+                separator, problem = buffer[stop : stop + 1], "it breaks off"
+                if separator in {",", "]"}:
+                    yield row
+                elif separator:
+                    raise OSError(f"not valid JSON: {separator!r} after an item")
+        if separator == ",":
+            place, is_first, size = stop + 1, False, BLOCK_CHARACTERS
+        elif separator == "]":
+            break
+        else:
+            more = text.read(size) if len(buffer) - place < LONGEST_ITEM else ""
+            if not more:
+                raise OSError(f"not valid JSON: {problem}")
+            buffer, place, size = buffer[place:] + more, 0, 2 * size
+    rest = buffer[stop + 1 :]
+    while rest or (rest := text.read(BLOCK_CHARACTERS)):
+        if rest.strip():
+            raise OSError(f"not valid JSON: {rest.strip()[:20]!r} after the array")
+        rest = ""
+
+
+def _space(text: str, place: int) -> int:
+    """Return where the white space at `place` ends."""
+    found = JSON_SPACE.match(text, place)
+    assert found is not None
+    return found.end()
+
+
+def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
+    for offset, line in numbered_lines(span):
+        if span.ended(offset):
+            return
+        place = Place(span, offset, "byte")
+        if not line.strip():  # also the empty line of a file that is only a byte order mark
+            continue
+        if problem := not_unicode(line):
+            skipped.skip_or_raise(place, problem)
+            continue
+        try:
+            row = _parsed(line, wanted.column)
+        except (ValueError, RecursionError) as error:
+            cure = (
+                "a JSON file holds one object per line; only one named .json may be an array, or hold objects of "
+                "several lines"
+            )
+            skipped.skip_or_raise(place, f"not valid JSON ({error}); {cure}")
+            continue
+        yield from _of_row(row, place, wanted, skipped)
+
+
+def _parsed(line: str, column: str) -> object:
+    """Parse a line. Raises ValueError, also where an object has the column twice: Python takes the last one."""
+    if line.count(f'"{column}"') > 1:
+        json.loads(line, object_pairs_hook=functools.partial(_check_once, column), parse_int=_integer)
+    with contextlib.suppress(orjson.JSONDecodeError):  # it refuses NaN and halves of surrogate pairs, as well as faults
+        return orjson.loads(line)
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer of more than 4,300 digits
+        return DECODER.decode(line)
+
+
+def _check_once(column: str, pairs: list[tuple[str, object]]) -> None:
+    if sum(key == column for key, _ in pairs) > 1:
+        raise json.JSONDecodeError(f"the key {column!r} is there twice", "", 0)
+
+
+def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
+    if not isinstance(row, dict):
+        tokens = f"; if these are tokens, {TOKENS}" if isinstance(row, int) else ""
+        skipped.skip_or_raise(place, f"holds {kind_of(row)}, not an object with the key {wanted.column!r}{tokens}")
+        return
+    value = row.get(wanted.column, MISSING)
+    if value is MISSING and (value := _value_at(row, wanted.column)) is MISSING:
+        skipped.skip_or_raise(place, f"has no key {wanted.column!r} but {listed(row)}{cure_of_row(row, place)}")
+    elif wanted.keeps(row, place, skipped):
+        yield from pieces_of_document(place, value, skipped, beside=row)
+
+
+MISSING = object()
+
+
+def _value_at(row: object, path: str) -> object:
+    """Return the value of a key, or at the end of a path of keys: `content.text`; MISSING if there is none."""
+    if isinstance(row, dict) and path in row:
+        return row[path]
+    for key in path.split("."):
+        if not isinstance(row, dict) or key not in row:
+            return MISSING
+        row = row[key]
+    return row

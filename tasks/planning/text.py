@@ -1,0 +1,57 @@
+"""What a plan says of text that is not tokenized yet: how much it is, and how often the run would see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tasks.display.numbers import format_count
+from training.planner.mixture import plan_sources
+from training.records.plan import RunPlan
+from training.records.token_shards import LeftOut, files_left_out
+from training.records.words import counted
+from training.shards.packing import Epoch
+
+
+@dataclass(frozen=True)
+class TextEstimate:
+    """How much text a corpus has. `is_counted`: all of it was read, and only `tokens` are an estimate."""
+
+    name: str
+    files: int
+    file_bytes: int
+    documents: int
+    text_bytes: int
+    tokens: int
+    train_tokens: int
+    sample_bytes: int
+    is_counted: bool
+    left_out: tuple[LeftOut, ...]
+    hints: tuple[str, ...]
+
+    def lines(self, epochs: float | None) -> Iterator[str]:
+        """Yield sentences for the plan. `epochs`: how often the run would see the text, if that is known."""
+        about = "" if self.is_counted else "about "
+        seen = "" if epochs is None else f": about {epochs:.2g} epochs"
+        yield (
+            f"text: {self.name}: {about}{counted(self.documents, 'document')} in {counted(self.files, 'file')}, "
+            f"{about}{self.text_bytes / 1e6:,.1f} MB, about {format_count(self.tokens)} tokens (from a sample of "
+            f"{self.sample_bytes / 1e6:,.2f} MB; it is not tokenized yet), about {format_count(self.train_tokens)} of "
+            f"them to train on{seen}"
+        )
+        yield from (line for line, _ in files_left_out(self.left_out, read_bytes=self.file_bytes))
+        yield from (f"text: {hint}" for hint in self.hints)
+
+
+def describe_estimates(plan: RunPlan, text: Sequence[TextEstimate]) -> list[str]:
+    """Return sentences on text that is not tokenized yet."""
+    train, data = plan.config.train, plan.config.data
+    if not text:
+        return []
+    epochs: list[float | None] = [None] * len(text)
+    if len(text) == max(1, len(data.sources)):  # none of them is on the hub, or shards
+        each = [Epoch(max(1, one.train_tokens // train.context), one.train_tokens) for one in text]
+        batch = train.global_batch
+        sources, _ = plan_sources(data, each, steps=plan.steps, sequences=plan.steps * batch, global_batch=batch)
+        epochs = [source.epochs for source in sources]
+    return [line for one, times in zip(text, epochs, strict=True) for line in one.lines(times)]

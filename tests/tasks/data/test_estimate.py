@@ -1,0 +1,73 @@
+"""What a plan says of text before it is tokenized, against the tokens that it gives afterwards."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tasks.data.estimate import READ_BYTES, estimate_text
+from tasks.display.numbers import format_count
+from tests.support.tiny_corpus import prepare
+from training.config.run import RunConfig
+from training.shards.format import SPLITS
+
+WORDS = [f"{stem}{ending}" for stem in ("wander", "house", "river", "count") for ending in ("", "s", "ing", "er")]
+
+
+def texts(number: int) -> list[str]:
+    rng = random.Random(5)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(10, 400))) for _ in range(number)]
+
+
+def write(folder: Path, kind: str, documents: list[str]) -> Path:
+    lines = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(documents)).encode()
+    path = folder / f"a.{kind}"
+    match kind:
+        case "jsonl":
+            path.write_bytes(lines)
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(lines, 1))
+        case "parquet":
+            table = pyarrow.table({"id": range(len(documents)), "text": documents})
+            pyarrow.parquet.write_table(table, path, row_group_size=500)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
+def test_the_estimate_is_near_what_tokenization_gives(
+    tmp_path: Path, kind: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.data.estimate.READ_BYTES", READ_BYTES // 10)  # 3 MiB of 5
+    path = write(tmp_path, kind, texts(3500))
+    options = {"kind": tokenizer, "sample_mib": 1} | ({"vocab_size": 400} if tokenizer == "bpe" else {})
+    data: dict[str, Any] = {"path": str(path), "tokenizer": options, "shard_mib": 1}
+    (found,) = estimate_text(RunConfig.model_validate({"data": data}))
+    shards = prepare(tmp_path, path, kind=tokenizer, tokenizer=options, shard_mib=1, processes=1)[1]
+    exact = {
+        "documents": sum(map(shards.documents, SPLITS)),
+        "text_bytes": sum(map(shards.text_bytes, SPLITS)),
+        "tokens": sum(map(shards.tokens, SPLITS)),
+        "train_tokens": shards.tokens("train"),
+    }
+    assert {name: getattr(found, name) for name in exact} == pytest.approx(exact, rel=0.15)
+    assert not found.is_counted
+
+
+def test_a_small_corpus_is_counted_and_the_plan_says_what_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder, "jsonl", texts(40))
+    (folder / "notes.dat").write_text("no text")
+    (found,) = estimate_text(RunConfig.model_validate({"data": {"path": str(folder), "tokenizer": {"kind": "bytes"}}}))
+    assert found.is_counted
+    first, second = found.lines(2.5)
+    tokens = format_count(found.tokens)
+    assert first.startswith(f"text: {folder}: 40 documents in 1 file, 0.1 MB, about {tokens} tokens (from a sample of ")
+    assert first.endswith("to train on: about 2.5 epochs")
+    assert second.startswith("text: left out 1 file (.dat, 0.0 MB, such as notes.dat)")
