@@ -122,7 +122,9 @@ def prepare_corpus(
                 _Finished(*_shards_of(source.path)) if source.path.startswith(SHARDS) else found(own)
                 for source, own in ((source, data.of_source(source)) for source in data.sources)
             ]
-            folder, shards = _prepare_mixture(data, parts, specials, pretrained, tokens_home=tokens_home, store=store)
+            folder, shards = _prepare_mixture(
+                data, parts, specials, pretrained, encoding, tokens_home=tokens_home, store=store
+            )
     # Folders are shared by rules that give the same tokens, so the manifest may record another one.
     return folder, shards.model_copy(update={"text_encoding": encoding})
 
@@ -191,6 +193,7 @@ def _prepare_mixture(
     given: list[Corpus | _Finished],
     specials: Specials,
     pretrained: PreTrainedTokenizerFast | None,
+    encoding: TextEncoding,
     *,
     tokens_home: Path,
     store: StoreConfig,
@@ -207,7 +210,7 @@ def _prepare_mixture(
         _check_finished(data)
         for name, part in zip(names, given, strict=True):
             if isinstance(part, _Finished):
-                _check_rule(name, part.manifest, corpora[0].encoding if corpora else part.manifest.encoding)
+                _check_rule(name, part.manifest, encoding)
 
     def place(**how: Any) -> tuple[Path, str]:
         fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained, **how)

@@ -107,7 +107,7 @@ def chat_prompt(served: ServedVersion, messages: Sequence[Message], text: TextSe
         rendered, guard = served.chat_template.render_guarded(
             [message.for_template() for message in messages], special_tokens_of(encoder.tokenizer)
         )
-        text.check_prompt(rendered)
+        text.check_prompt(rendered.replace(guard, ""))
         return encoder.encode_chat(rendered, guard=guard) or [served.engine.end_id]
     except LookupError as error:
         raise Refused(404, f"{served.name} version {served.version} cannot chat: {error}") from None

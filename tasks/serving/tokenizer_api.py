@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tasks.inference.engine import Engine
 from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.completions import TextService
 from tasks.serving.middleware import Refused
@@ -46,8 +47,9 @@ def add_tokenizer(app: FastAPI, follower: AliasFollower, text: TextService) -> N
                 ids = chat_prompt(served, body.messages, text)
             else:
                 text.check_prompt(prompt := body.prompt or "")
+                named = {} if body.add_special_tokens else _begin_and_end(served.engine)
                 try:
-                    ids = served.engine.encoder.encode(prompt, begins=body.add_special_tokens)
+                    ids = named.get(prompt) or served.engine.encoder.encode(prompt, begins=body.add_special_tokens)
                 except ValueError as error:
                     raise Refused(400, str(error)) from None
             names = [served.engine.tokenizer.id_to_token(token) for token in ids] if body.return_token_strs else None
@@ -69,12 +71,19 @@ def add_tokenizer(app: FastAPI, follower: AliasFollower, text: TextService) -> N
         one that ends the document before.
         """
         with follower.current() as served:
-            begin, end = (
-                served.engine.tokenizer.id_to_token(token)
-                for token in ([served.engine.end_id, *served.engine.encoder.bos_ids][-1], served.engine.end_id)
-            )
+            names = [*_begin_and_end(served.engine)]
+            begin, end = names[0], names[-1]
             try:
                 template = served.chat_template.source
             except LookupError:
                 template = None
             return {"eos_token": end, "bos_token": begin, "chat_template": template}
+
+
+def _begin_and_end(engine: Engine) -> dict[str, list[int]]:
+    """Return the token after which a document's text begins, and the one that ends it: their IDs by name.
+
+    lm-evaluation-harness asks for these IDs by sending the names that /tokenizer_info gives as prompts of /tokenize.
+    """
+    ids = [engine.encoder.bos_ids[-1] if engine.encoder.bos_ids else engine.end_id, engine.end_id]
+    return {str(engine.tokenizer.id_to_token(token)): [token] for token in ids}

@@ -47,7 +47,7 @@ def served(champion: Store) -> Iterator[tuple[TestClient, AliasFollower]]:
 def serve(follower: AliasFollower, export: Path) -> None:
     """Serve with the tokenizer of another export."""
     engine = cast(TextGenerator, follower.served.engine)
-    engine.encoder = open_export(export)[2]
+    _, engine.end_id, engine.encoder = open_export(export)
     engine.tokenizer = engine.encoder.tokenizer
     follower.served.folder = export
     follower.served.__dict__.pop("chat_template", None)
@@ -136,6 +136,9 @@ def test_every_door_gives_the_same_ids(served: tuple[TestClient, AliasFollower],
             body = {"prompt": texts[0], "add_special_tokens": False}
             assert client.post("/tokenize", json=body).json()["tokens"] == ids[0][1:]
             assert client.get("/tokenizer_info").json()["bos_token"] == plan.text_encoding.bos[0]
+        end = client.get("/tokenizer_info").json()["eos_token"]  # lm-evaluation-harness asks for its ID in this way
+        body = {"prompt": end, "add_special_tokens": False}
+        assert client.post("/tokenize", json=body).json()["tokens"] == [plan.end_id]
         theirs = AutoTokenizer.from_pretrained(export)
         assert [theirs(text).input_ids for text in plain] == ids[: len(plain)], name
 
