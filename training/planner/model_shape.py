@@ -8,6 +8,7 @@ from typing import Any
 
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
+from training.facts.families import adds_loss, masked_types, types_counting_from_pad
 from training.records.plan import ModelShape
 from training.records.token_shards import TokenShards
 
@@ -18,9 +19,9 @@ ASSUMED_VOCAB = {
 }  # used in a dry run, until the corpus is tokenized
 # attention_dropout, resid_pdrop, hidden_dropout_prob, ...: as transformers' classes spell it (5.23)
 DROPOUT = re.compile(r"^(?!classifier|summary|seq_classif|qa|pooler|token).*(dropout|pdrop|dropout_prob|dropout_p)$")
-MASKED_TYPES = {"bert", "roberta", "distilbert", "electra", "albert", "deberta-v2", "modernbert", "camembert"}
+MASKED_TYPES = masked_types()
 
-COUNT_FROM_PAD = {"roberta", "camembert"}  # of these: they count positions from the pad token's ID + 1 on
+COUNT_FROM_PAD = types_counting_from_pad()
 COUNT_FROM_PAD_ID = 1  # the pad token's ID of these classes, where config.json names none
 
 
@@ -141,6 +142,7 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int, context: int) -> Mode
         context=positions,
         tied=bool(hf.get("tie_word_embeddings", hf.get("model_type") in {"gpt2", "bert"})),
         parameters=0,
+        adds_loss=adds_loss(hf),
     )
 
 

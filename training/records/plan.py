@@ -40,6 +40,7 @@ class ModelShape(Record):
     context: int
     tied: bool
     parameters: int
+    adds_loss: bool = False  # its class adds to cross-entropy, as its config.json asks
 
 
 class Prediction(Record):

@@ -219,11 +219,18 @@ def test_automatic_ranks_leave_whole_replicas_of_the_model() -> None:
 
 def test_a_model_without_a_tensor_plan_is_told_which_strategies_it_can_have() -> None:
     config = tiny_config(model__architecture="path", model__path="somewhere", model__dropout=0.0, parallel__tp=2)
-    neox = {"model_type": "gpt_neox", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    opt = {"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     with pytest.raises(
-        ValueError, match=r"a gpt_neox model has no tensor, pipeline or context plan.*ddp, fsdp, zero1, zero2 or"
+        ValueError, match=r"a opt model cannot be split by parallel.tp = 2: transformers has no .*fsdp, zero1, zero2 or"
     ):
-        make_plan(config, inventory(2), hf_config=neox | {"vocab_size": 61})
+        make_plan(config, inventory(2), hf_config=opt | {"vocab_size": 61})
+
+
+def test_a_type_that_nobody_tested_is_not_split() -> None:
+    config = tiny_config(model__architecture="path", model__path="somewhere", model__dropout=0.0, parallel__pp=2)
+    new = {"model_type": "invented", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with pytest.raises(ValueError, match=r"a invented model cannot be split by parallel.pp = 2: it is not among the"):
+        make_plan(config, inventory(2), hf_config=new | {"vocab_size": 61})
 
 
 @pytest.mark.parametrize(
