@@ -30,6 +30,7 @@ TORCH_FREE = (
     "store",
     "shards",
     "tracking",
+    "facts",
     "planner",
     "node",
 )  # what a head node imports of training
@@ -37,7 +38,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "training": (
         "config",
         "records store",
-        "shards tracking",
+        "shards tracking facts",
         "planner node",
         "data hardware runtime exports",
         "models",
