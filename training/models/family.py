@@ -98,6 +98,11 @@ class Family:
     styles: Mapping[str, str]  # of parameters and modules, for tensor parallelism; empty: it has no plan
     arguments: frozenset[str]  # of the class's forward
 
+    @property
+    def before_head(self) -> list[str]:
+        """Modules between the layers and the head, without those that contain the head."""
+        return [name for name in self.after if not f"{self.head}.".startswith(f"{name}.")]
+
 
 def family_of(hf: Any) -> Family | None:
     """Return what a model is made of; None if its layers are no chain, or its logits are not its head's: it runs whole.

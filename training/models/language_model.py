@@ -64,6 +64,7 @@ class LanguageModel(nn.Module):
         self.first_token_id = 0
         self.tp_group: dist.ProcessGroup | None = None
         self.sequence_pieces = 1  # the number of tp ranks that split each sequence between blocks
+        self.gathers_before_head = False  # whether the class's forward joins these pieces
         self.context: ContextPieces | None = None  # set if cp ranks split each sequence
         self.compiled = False  # whether layers are compiled
         self.residual: torch.dtype | None = None  # of hidden states between layers; None: the embedding's
@@ -172,7 +173,7 @@ class LanguageModel(nn.Module):
                 self.hf(**self._inputs(inputs, positions, documents))
             except Ended as ended:
                 return ended.hidden
-        return seen[0].view(len(inputs), -1, seen[0].shape[-1])  # GPT-2 gives a piece the shape of whole sequences
+        return seen[0]
 
     def _inputs(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> dict[str, Any]:
         """Return the arguments of the class's forward for this rank's tokens."""
@@ -249,7 +250,7 @@ class LanguageModel(nn.Module):
 
     def _for_output(self, hidden: Tensor) -> Tensor:
         """Return hidden states of whole sequences; under tp, their gradient is summed over the ranks' words."""
-        if self.tp_group is None:
+        if self.tp_group is None or self.gathers_before_head:
             return hidden
         collect = gather_sequence if self.sequence_pieces > 1 else copy_to_group
         return collect(hidden, self.tp_group)

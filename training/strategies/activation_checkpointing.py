@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from training.models import document_attention
@@ -58,14 +57,8 @@ def compile_layers(model: LanguageModel, *, one_shape: bool, device_kind: str) -
     torch._dynamo.config.recompile_limit = max(8, 4 * len(layers))  # layers may differ by a constant (GPT-2's can)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=dynamic)
-    for module in _before_head(model):
+    for name in [] if model.family is None else model.family.before_head:
+        module = model.hf.get_submodule(name)
         module.forward = torch.compile(module.forward, fullgraph=True, dynamic=dynamic)
     if device_kind == "cuda":
         model.softmax = torch.compile(fused_softmax_, fullgraph=True, dynamic=dynamic)
-
-
-def _before_head(model: LanguageModel) -> list[nn.Module]:
-    """Return this rank's modules between the layers and the head, without those that contain the head."""
-    family = model.family
-    names = [] if family is None else [name for name in family.after if not family.head.startswith(name)]
-    return [module for name in names if not isinstance(module := model.hf.get_submodule(name), nn.Identity)]

@@ -133,7 +133,7 @@ def _follow(model: LanguageModel, module: Any, name: str, style: str, *, group: 
 def _split_sequences(
     model: LanguageModel, family: Family, parents: dict[str, nn.Module], group: dist.ProcessGroup
 ) -> None:
-    """Gather the inputs of each block of a layer, and take this rank's piece of the added embeddings' results."""
+    """Gather the inputs of each block of a layer and of the head; take this rank's piece of added embeddings' rows."""
 
     def gather(
         block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
@@ -144,6 +144,9 @@ def _split_sequences(
 
     for parent in parents.values():
         parent.register_forward_pre_hook(gather, with_kwargs=True)
+    if family.before_head:  # here, since GPT-2 gives what follows the shape of whole sequences
+        norm, model.gathers_before_head = model.hf.get_submodule(family.before_head[-1]), True
+        norm.register_forward_hook(lambda module, args, hidden: gather_sequence(hidden, group))
     for path in family.before:
         added = model.hf.get_submodule(path)
         if path != family.embedding and isinstance(added, nn.Embedding):

@@ -18,7 +18,7 @@ from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
 from tests.support.repository import REPO
 from tests.support.tiny_shards import VOCAB
-from tests.training.strategies.test_strategies import COMMON, DATA, SMALL, assert_equal_training
+from tests.training.strategies.test_strategies import COMMON, DATA, SMALL, WEIGHT_BOUND, assert_equal_training
 from training.facts.families import can
 from training.models.family import Tail, family_of
 from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
@@ -100,7 +100,7 @@ def alone(folder: Callable[[str], Path], make_run: Callable[..., Path]) -> Calla
         pytest.param("granite", "unequal pp", "stream", marks=pytest.mark.slow),
         pytest.param("qwen3", "sp", "stream", marks=pytest.mark.slow),
         pytest.param("cohere2", "dp x tp", "uneven", marks=pytest.mark.long),
-        pytest.param("nemotron_h", "zero1 x pp", "stream", marks=pytest.mark.long),
+        pytest.param("lfm2", "zero1 x pp", "stream", marks=pytest.mark.long),
         pytest.param("modernbert", "fsdp x pp", "stream", marks=pytest.mark.long),
         pytest.param("roberta", "pp", "stream", marks=pytest.mark.slow),
     ],
@@ -118,7 +118,8 @@ def test_ranks_train_a_family_as_one_process_does(
     plan_path = make_run(f"{model_type} {layout} {packing}", ranks=ranks, **config)
     run_ranks(plan_path)
     expected = alone(model_type, packing)
-    assert_equal_training(expected, plan_path)
+    # Gemma scales norms by 1 + weight: gradients are unlike in size, and AdamW magnifies rounding more.
+    assert_equal_training(expected, plan_path, bound=5 * WEIGHT_BOUND)
     assert losses(plan_path)[STEPS] < losses(plan_path)[1]
 
 
