@@ -32,6 +32,7 @@ TORCH_FREE = (
     "shards",
     "tracking",
     "tokenizer",
+    "facts",
     "planner",
     "node",
 )  # what a head node imports of training
@@ -39,7 +40,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "training": (
         "config",
         "records store",
-        "shards tracking tokenizer",
+        "shards tracking tokenizer facts",
         "planner node",
         "data hardware runtime exports",
         "models",

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from training.inference.continuous_batching import Batcher, DecodingSequence
 from training.inference.decode_ranks import PipelineRanks, SingleRank, TensorParallelRanks
-from training.inference.model_shard import ModelShard, WholeModel, is_described, load_shard, load_whole
+from training.inference.model_shard import ModelShard, WholeModel, is_admitted, load_shard, load_whole
 from training.inference.socket_channel import Channel
 from training.inference.steps import Idle, wire_size
 from training.records.decoding import (
@@ -123,7 +123,7 @@ def _precision(plan: DecodePlan, device: torch.device) -> tuple[str, str]:
 def _load(plan: DecodePlan, *, dtype: torch.dtype, device: torch.device) -> SingleRank:
     """Load this rank's share of the model; return the rank that runs it."""
     folder = Path(plan.folder)
-    if not is_described(folder):
+    if not is_admitted(folder):
         return SingleRank(WholeModel(load_whole(folder, dtype=dtype).to(device), vocab_size=_vocab_size(plan)))
     sizes = {"rows": plan.rows, "context": plan.context}
     if plan.parallel == "tensor" and plan.degree > 1:

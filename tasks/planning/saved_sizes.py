@@ -1,7 +1,7 @@
 """The parameters of saved weights, by their names and shapes in the files' headers: exact in all, near in its parts.
 
 Which parameters tensor parallelism divides, the class says (training/models/sizes.py), and there is no class here: of
-the architectures that it can divide at all, all matrices.
+the types that it can divide at all, all matrices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from training.planner.job import KNOWN_ARCHITECTURES
+from training.facts.families import why_not
 from training.planner.model_shape import experts_of_a_token
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.model_state import Shapes
@@ -52,7 +52,7 @@ def sizes_of_saved(saved: Shapes, hf: Mapping[str, Any], shape: ModelShape) -> M
     def numbers(own: Iterable[str]) -> dict[str, int]:
         own = [*own]
         matrices = [name for name in own if len(saved[name]) > 1]
-        is_cut = shape.architecture in KNOWN_ARCHITECTURES
+        is_cut = not why_not(shape, "tp")
         return {
             "parameters": sum(math.prod(saved[name]) for name in own),
             "used": sum(map(used, own)),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name
-from training.models.architectures import ARCHITECTURES
+from training.facts.families import can
+from training.models import hugging_face
 from training.models.language_model import LanguageModel
 from training.models.pretrained import auto_class_of, load_pretrained
 from training.models.state import state_of
@@ -60,12 +61,11 @@ def open_model(plan: EvaluationPlan, folder: Path, *, rank: Rank) -> Opened:
 def _unfilled(folder: Path, *, objective: str, precision: str) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     """Return the model, if possible without weights, and its weights by name, of which each rank takes its part."""
     from transformers import AutoConfig
-    from transformers.initialization import no_init_weights
 
     settings, auto_class = AutoConfig.from_pretrained(folder, trust_remote_code=False), auto_class_of(objective)
     saved = any((folder / name).exists() for name in (index_name("model"), file_name("model", number=0, of=1)))
-    if settings.model_type in ARCHITECTURES and saved:
-        with no_init_weights():
+    if can(settings.model_type, "fresh") and saved:
+        with hugging_face.without_weights():
             hf = auto_class.from_config(settings, dtype=torch.float32)
         hf.tie_weights()
         model = LanguageModel(hf, precision=precision)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint.safetensors_files import TensorFiles
 from training.exports.arguments import cache_argument
+from training.facts.families import can
 from training.inference.kv_cache import KeyValues
 from training.inference.steps import SKIPPED, Extend, Forward, Move, Prefill
-from training.models.architectures import ARCHITECTURES, layers_of
+from training.models import hugging_face
+from training.models.family import layers_of
 from training.models.language_model import LanguageModel
 from training.models.pretrained import auto_class_of, load_pretrained
 from training.models.state import state_of
@@ -41,33 +45,37 @@ class StepRunner(Protocol):
 
 
 class ModelShard:
-    """Some layers of a model with an Architecture, or some heads of each, and the caches of `batches` batches."""
+    """Some layers of a model, or some heads of each, and the caches of `batches` batches."""
 
     def __init__(self, model: LanguageModel, *, batches: int, rows: int, context: int, first: bool, last: bool) -> None:
         self.model, self.first, self.last = model, first, last
-        self.layers = layers_of(model.hf)
-        self.cache_argument = cache_argument(self.layers[0].forward)
+        (self.stage,) = model.stages
         self.caches = [KeyValues(rows=rows, context=context) for _ in range(batches)]
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.width: int = model.hf.config.hidden_size  # type: ignore[union-attr,assignment]
+        self.given: dict[str, Any] = {}  # what layers get, in place of what the class gives them
+        for layer in model.stages[self.stage].values():
+            layer.forward = functools.partial(self._call, layer.forward, cache_argument(layer.forward))
+
+    def _call(self, forward: Any, cache_argument: str, *args: Any, **named: Any) -> Any:
+        bound = inspect.signature(forward).bind(*args, **named)
+        mask, cache = self.given["mask"], self.given["cache"]
+        bound.arguments |= {"attention_mask": mask, cache_argument: cache}
+        return forward(*bound.args, **bound.kwargs)
 
     @torch.inference_mode()
     def run(self, step: Forward, hidden: Tensor | None = None) -> Tensor:
         """Run a step as in StepRunner; logits are those of this shard's words."""
         cache = self.caches[step.batch]
         ids, positions, mask = self._prefill(step, cache) if isinstance(step, Prefill) else self._extend(step, cache)
-        if hidden is None:
-            hidden = self.model.embed(ids, positions)
-        assert self.model.architecture is not None
-        arguments = self.model.architecture.arguments(self.model.hf, hidden, positions)
-        for layer in self.layers:
-            hidden = layer(hidden, attention_mask=mask, **{self.cache_argument: cache}, **arguments)
-        assert hidden is not None
+        self.given = {"mask": mask, "cache": cache}
+        hidden = self.model.hidden(ids, positions, None, stage=self.stage, received=hidden)
         if not self.last:
             return hidden
+        assert self.model.family is not None
         weight, bias = self.model.output()
-        return F.linear(self.model.finish(hidden[:, -1]), weight, bias).float()
+        return self.model.family.tail(F.linear(hidden[:, -1], weight, bias).float())
 
     @torch.inference_mode()
     def move(self, step: Move) -> None:
@@ -138,15 +146,14 @@ def load_whole(folder: Path, *, dtype: torch.dtype) -> Any:
 def load_shard(
     folder: Path, *, dtype: torch.dtype, tensor: DeviceMesh | None = None, stage: int = 0, stages: int = 1
 ) -> LanguageModel:
-    """Load only this rank's weights of a model with an Architecture, on the CPU: pieces of matrices, or some layers.
+    """Load only this rank's weights of a model, on the CPU: pieces of matrices, or some layers.
 
     Raises ValueError if the folder does not have the model's tensors.
     """
     from transformers import AutoConfig
-    from transformers.initialization import no_init_weights
 
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with no_init_weights():  # allocated memory that is never touched costs nothing
+    with hugging_face.without_weights():  # allocated memory that is never touched costs nothing
         hf = auto_class_of("causal").from_config(settings, dtype=dtype)
     hf.tie_weights()
     model = LanguageModel(hf.eval(), precision="fp32")
@@ -163,9 +170,9 @@ def load_shard(
     if tensor is not None:
         shard_matrices(model, tensor)
     keep_stages(model, {stage: layer_numbers(even_stages(len(layers_of(hf)), stages))[stage]}, last=stages - 1)
-    assert model.architecture is not None
+    assert model.family is not None
     # A tied embedding is saved once: the last stage's copy has the embedding's name in the files.
-    weights, embedding = TensorFiles(folder, "model"), names[f"{model.architecture.embedding}.weight"]
+    weights, embedding = TensorFiles(folder, "model"), names[f"{model.family.embedding}.weight"]
     with torch.no_grad():
         for name, target in state_of(hf).items():
             whole, cut = weights[names.get(name, embedding)], model.cuts.get(name)
@@ -173,8 +180,8 @@ def load_shard(
     return model
 
 
-def is_described(folder: Path) -> bool:
-    """Return whether models of this class can be split (training/models/architectures.py)."""
+def is_admitted(folder: Path) -> bool:
+    """Return whether models of this type can be split and decoded with our cache."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type in ARCHITECTURES
+    return can(AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type, "cached")

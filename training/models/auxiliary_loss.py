@@ -11,10 +11,10 @@ import logging
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from training.data.batch import IGNORED
+from training.models.family import is_cross_entropy
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class AuxiliaryLoss:
                 "prediction); only the next word's can be trained here: set the number of such layers (such as "
                 "num_nextn_predict_layers) to 0 in the config.json of model.path"
             )
-        if calls == 0 and not _is_cross_entropy(result.loss, result.logits, targets):
+        if calls == 0 and not is_cross_entropy(result.loss, result.logits, targets):
             raise ValueError(
                 f"{name} trains with a loss of its own ({float(result.loss):.4f} on the first micro-batch), which is "
                 "not the cross-entropy of the next word and cannot be trained here: use another class of models"
@@ -90,11 +90,3 @@ class AuxiliaryLoss:
                 name,
             )
         self.may_add = adds
-
-
-def _is_cross_entropy(loss: Tensor, logits: Tensor, targets: Tensor) -> bool:
-    """Whether a loss is the mean cross-entropy of `targets`, or of the targets one place further on."""
-    logits = logits.detach().float()
-    pairs = ((logits, targets), (logits[:, :-1], targets[:, 1:]))
-    means = [F.cross_entropy(each.flatten(0, 1), words.flatten(), ignore_index=IGNORED) for each, words in pairs]
-    return any(torch.allclose(loss.detach().float(), mean, rtol=1e-2, equal_nan=True) for mean in means)

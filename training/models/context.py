@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.models.architectures import Architecture, layers_of
-from training.models.document_attention import attend, has_flash, is_of_documents
+from training.models import hugging_face
+from training.models.document_attention import attend, attend_by_rules, has_flash, is_of_documents, own_rules
+from training.models.family import layers_of
 from training.runtime.mesh import SEQUENCE, gather_sequence
 
 ATTENTION = "context_parallel"  # the name registered with transformers
@@ -53,15 +54,13 @@ class ContextPieces:
         return torch.cat(pieces, SEQUENCE)
 
 
-def attend_over(hf: Any, architecture: Architecture, pieces: ContextPieces) -> None:
+def attend_over(hf: Any, pieces: ContextPieces) -> None:
     """Make each layer attend to the tokens of all ranks."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, _attention)
-    hf.config._attn_implementation = ATTENTION
+    hugging_face.register_attention(ATTENTION, _attention, masked=False)
+    hugging_face.set_attention(hf, ATTENTION)
     for layer in layers_of(hf):
-        attention: Any = layer.get_submodule(architecture.attention)
-        attention.pieces = pieces
+        for module in layer.modules():
+            vars(module)["pieces"] = pieces
 
 
 def _attention(
@@ -79,13 +78,18 @@ def _attention(
 
     Without a mask, each query of a causal model attends to its own token and to all tokens before it.
     """
-    pieces: Any = module.pieces
+    pieces: Any = vars(module)["pieces"]
     key, value = pieces.gather(key, KEYS), pieces.gather(value, KEYS)
+    causal: bool = getattr(module, "is_causal", True)
+    if asked := own_rules(query, value, named):
+        tokens = torch.arange(key.shape[KEYS], device=key.device)
+        places = pieces.take(tokens[None])[0]
+        options: dict[str, Any] = {"causal": causal, "scale": scaling, "dropout": dropout}
+        return attend_by_rules(query, key, value, attention_mask, places, **options, **asked), None
     if is_of_documents(attention_mask):
-        causal: bool = module.is_causal  # type: ignore[assignment]
         return attend(query, key, value, attention_mask, causal=causal, scale=scaling), None
-    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    if attention_mask is not None or not module.is_causal:
+    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    if attention_mask is not None or not causal:
         result = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **options)
     else:
         parts = []

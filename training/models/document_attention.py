@@ -16,8 +16,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
+
+from training.models import hugging_face
 
 ATTENTION = "by_document"  # the name registered with transformers
 TOKENS = 2  # the dimension of tokens in [batch, heads, context, head width]
@@ -58,25 +60,22 @@ def has_flash(device: torch.device, dtype: torch.dtype, *, head_width: int) -> b
 def attend_by_document(hf: Any) -> None:
     """Let a model's attention take `document_bounds` or a BlockMask as its mask; other masks are passed to "sdpa"."""
     _register()
-    hf.config._attn_implementation = ATTENTION
+    hugging_face.set_attention(hf, ATTENTION)
 
 
 @functools.cache
 def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register(ATTENTION, functools.partial(_attention, by_sdpa=sdpa_attention_forward))
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    by_sdpa = hugging_face.by_sdpa()
+    hugging_face.register_attention(ATTENTION, functools.partial(_attention, by_sdpa=by_sdpa), masked=True)
 
 
 def document_bounds(documents: Tensor, pieces: Sequence[slice], *, causal: bool) -> Tensor:
     """Return the offsets where each document's queries and keys begin in a batch laid end to end, and the final end.
 
-    int64 [batch, context] -> int32 [pieces, 2, n + 1]. A piece holds the queries in one range of every sequence, and
-    the keys of the whole sequence. Causal documents are cut where a piece ends, so that a piece's queries are the last
-    tokens of their documents. Finding the documents waits for the GPU once for each piece of a micro-batch.
+    int64 [batch, context] -> int32 [1, pieces, 2, n + 1]: transformers passes masks of 4 dimensions on as they are. A
+    piece holds the queries in one range of every sequence, and the keys of the whole sequence. Causal documents are cut
+    where a piece ends, so that a piece's queries are the last tokens of their documents. Finding the documents waits
+    for the GPU once for each piece of a micro-batch.
     """
     rows, context = documents.shape
     differ = documents[:, 1:] != documents[:, :-1]
@@ -90,8 +89,8 @@ def document_bounds(documents: Tensor, pieces: Sequence[slice], *, causal: bool)
         found.append(torch.stack([keys // context * (piece.stop - piece.start) + within, keys]))
     longest = max(bounds.shape[1] for bounds in found)
     padded = [torch.cat([bounds, bounds[:, -1:].expand(-1, longest - bounds.shape[1])], 1) for bounds in found]
-    bounds = torch.stack(padded).int()
-    torch._dynamo.mark_dynamic(bounds, 2)  # otherwise layers would be recompiled for each number of documents
+    bounds = torch.stack(padded).int()[None]
+    torch._dynamo.mark_dynamic(bounds, 3)  # otherwise layers would be recompiled for each number of documents
     return bounds
 
 
@@ -126,7 +125,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, *, causal: bool
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key, value = (each.transpose(1, TOKENS).flatten(0, 1) for each in (key, value))
     parts = []
-    for own, bounds in zip(query.chunk(len(mask), TOKENS), mask.unbind(), strict=True):
+    for own, bounds in zip(query.chunk(mask.shape[1], TOKENS), mask[0].unbind(), strict=True):
         tokens = own.transpose(1, TOKENS)
         part = _attend_tokens(tokens.flatten(0, 1), key, value, bounds, tokens.shape[1], causal, scale)
         parts.append(part.unflatten(0, tokens.shape[:2]))
@@ -144,10 +143,85 @@ def _attention(
     **named: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention; transformers calls this function with these arguments."""
+    causal: bool = getattr(module, "is_causal", True)
+    options: dict[str, Any] = {"causal": causal, "scale": named.get("scaling")}
+    if asked := own_rules(query, value, named):
+        places = torch.arange(query.shape[TOKENS], device=query.device)
+        dropout = named.get("dropout", 0.0)
+        return attend_by_rules(query, key, value, attention_mask, places, dropout=dropout, **options, **asked), None
     if not is_of_documents(attention_mask):
         return by_sdpa(module, query, key, value, attention_mask, **named)
-    causal: bool = module.is_causal  # type: ignore[assignment]
-    return attend(query, key, value, attention_mask, causal=causal, scale=named.get("scaling")), None
+    return attend(query, key, value, attention_mask, **options), None
+
+
+def own_rules(query: Tensor, value: Tensor, named: dict[str, Any]) -> dict[str, Any]:
+    """Return what a layer asks of attention that no kernel here computes: a window, a softcap, sinks, other widths."""
+    asked = {"window": named.get("sliding_window"), "cap": named.get("softcap"), "sinks": named.get("s_aux")}
+    asked = {rule: value for rule, value in asked.items() if value is not None}
+    return asked or ({"window": None} if query.shape[-1] != value.shape[-1] else {})
+
+
+def attend_by_rules(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    places: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend with a dense mask, by the rules that a layer asks for; shapes as in `attend`.
+
+    `places`: of the queries, [own tokens]. window: a token sees fewer tokens back than this. cap: of scores (Gemma 2).
+    sinks: a score for each head that takes part in the softmax (gpt-oss).
+    """
+    sees = _dense(mask, query.shape[TOKENS], key)
+    keys = torch.arange(key.shape[TOKENS], device=key.device)
+    distance = places[:, None] - keys
+    if causal:
+        sees = sees & (distance >= 0)
+    if window is not None:
+        sees = sees & (distance.abs() < window)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))
+    if cap is None and sinks is None:
+        result = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=sees, dropout_p=dropout, scale=scale
+        )
+        return result.transpose(1, 2).contiguous()
+    scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(len(query), -1, query.shape[TOKENS], 1)
+        scores = torch.cat([scores, column], -1)
+    shares = torch.softmax(scores, -1)[..., : key.shape[TOKENS]].to(value.dtype)
+    return (nn.functional.dropout(shares, dropout) @ value).transpose(1, 2).contiguous()
+
+
+def _dense(mask: Any, queries: int, key: Tensor) -> Tensor:
+    """Return any kind of mask as bool [batch or 1, 1, queries, keys]: True where a query may see a key."""
+    batch, keys = len(key), key.shape[TOKENS]
+    if mask is None:
+        return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=key.device)
+    if isinstance(mask, BlockMask):
+        return create_mask(mask.mask_mod, batch, None, queries, keys, device=key.device)
+    if mask.dtype == torch.bool:
+        return mask[..., :keys]
+    if mask.dtype != torch.int32:
+        return mask[..., :keys] == 0
+    per_piece = queries // mask.shape[1]
+    found = []
+    for bounds in mask[0]:
+        of_queries = torch.searchsorted(bounds[0], torch.arange(batch * per_piece, device=key.device), right=True)
+        of_keys = torch.searchsorted(bounds[1], torch.arange(batch * keys, device=key.device), right=True)
+        found.append(of_queries.view(batch, 1, -1, 1) == of_keys.view(batch, 1, 1, -1))
+    return torch.cat(found, TOKENS)
 
 
 def is_of_documents(mask: Any) -> bool:

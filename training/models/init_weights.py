@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.models.architectures import Architecture
+from training.models import hugging_face
+from training.models.family import layers_name
 from training.models.state import state_of
 
 
@@ -22,8 +23,8 @@ class FreshWeights(Mapping[str, Tensor]):
     made last is kept in memory. `template` is the model on the meta device.
     """
 
-    def __init__(self, template: Any, architecture: Architecture, *, seed: int) -> None:
-        self.template, self.layers, self.seed = template, architecture.layers, seed
+    def __init__(self, template: Any, *, seed: int) -> None:
+        self.template, self.layers, self.seed = template, layers_name(template), seed
         self.shapes = {name: tensor.shape for name, tensor in state_of(template).items()}
         self.unit, self.made = "", nn.Module()
 
@@ -57,7 +58,7 @@ class FreshWeights(Mapping[str, Tensor]):
             for name, child in reversed(inner):  # children first, as in transformers: a parent may change its children
                 digest = hashlib.sha256(f"{self.seed}:{unit}.{name}".encode()).digest()
                 torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-                self.template._init_weights(child)
+                hugging_face.initialize(self.template, child)
         return module
 
 

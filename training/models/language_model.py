@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.data.batch import IGNORED, Batch
-from training.models.architectures import ARCHITECTURES, architecture_of, layers_of
+from training.facts.families import adds_loss, can
+from training.models import hugging_face
 from training.models.auxiliary_loss import AuxiliaryLoss
 from training.models.context import ContextPieces, attend_over
 from training.models.document_attention import (
@@ -21,6 +23,7 @@ from training.models.document_attention import (
     document_bounds,
     way_to_attend,
 )
+from training.models.family import Ended, Family, Passed, Zeros, family_of, head_input, layers_of, layers_run
 from training.models.freezing import freeze
 from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import Softmax, linear_cross_entropy, linear_scores, softmax_
@@ -46,25 +49,38 @@ class LanguageModel(nn.Module):
         self.hf = hf
         self.state_shapes = {name: tensor.shape for name, tensor in state_of(hf).items()}  # whole, before ranks cut it
         self.compute_in(precision)
-        self.architecture = architecture_of(hf)
+        self.family: Family | None = None if adds_loss(vars(hf.config)) else family_of(hf)
         self.causal = not type(hf).__name__.endswith("ForMaskedLM")
-        self.tied = (
-            self.architecture is not None and self.output()[0] is hf.get_submodule(self.architecture.embedding).weight
-        )
-        self.num_words = 0 if self.architecture is None else len(self.output()[0])
+        self.tied = self.family is not None and self.output()[0] is hf.get_submodule(self.family.embedding).weight
+        self.num_words = 0 if self.family is None else len(self.output()[0])
         self.auxiliary = AuxiliaryLoss(hf)
         self.softmax: Softmax = softmax_  # of the loss; compiled if layers are compiled for GPUs
-        self.stages: dict[int, list[nn.Module]] = {}  # set by strategies/pipeline.py: this rank's layers by stage
+        # Set by strategies/pipeline.py: this rank's layers, by stage and number, and stand-ins for all layers.
+        self.stages: dict[int, dict[int, nn.Module]] = {}
+        self.passed: list[Passed] = []
         # Set by strategies/tensor.py, if ranks split matrices and the vocabulary:
         self.cuts: dict[str, Cut] = {}  # by parameter name
+        self.partial: set[str] = set()  # names of whole parameters whose gradient is summed over the ranks
         self.first_token_id = 0
         self.tp_group: dist.ProcessGroup | None = None
         self.sequence_pieces = 1  # the number of tp ranks that split each sequence between blocks
+        self.gathers_before_head = False  # whether the class's forward joins these pieces
         self.context: ContextPieces | None = None  # set if cp ranks split each sequence
         self.compiled = False  # whether layers are compiled
         self.residual: torch.dtype | None = None  # of hidden states between layers; None: the embedding's
-        if self.architecture is not None:
+        self.model_type: str = hf.config.model_type  # type: ignore[assignment,union-attr]
+        self.by_document = self.family is not None and can(self.model_type, "documents")
+        if self.by_document:
             attend_by_document(hf)
+
+    def known_family(self) -> Family:
+        """Return what the model is made of. Raises ValueError if that was not found, although its type is admitted."""
+        if self.family is None:
+            raise ValueError(
+                f"{type(self.hf).__name__} with this config.json cannot be split over ranks: its layers are no chain, "
+                "or its logits are not its head's: set parallel.tp=1 parallel.pp=1 parallel.cp=1"
+            )
+        return self.family
 
     def compute_in(self, precision: str) -> None:
         """Compute matrix products in this precision from now on."""
@@ -72,16 +88,20 @@ class LanguageModel(nn.Module):
 
     def carry_bf16(self) -> None:
         """Pass bf16 from layer to layer from now on; norms, whose weights stay fp32, return their input's dtype."""
+        assert self.family is not None, "the plan refuses residual=bf16 for such models"
         self.residual = torch.bfloat16
         for module in self.hf.modules():
             if type(module).__name__.endswith("Norm"):
                 module.register_forward_hook(lambda module, args, result: result.to(args[0].dtype))
+        if not isinstance(embedding := self.hf.get_submodule(self.family.embedding), Zeros):
+            embedding.register_forward_hook(lambda module, args, rows: rows.to(torch.bfloat16))
+        layers_of(self.hf)[0].register_forward_pre_hook(lambda layer, args: (args[0].to(torch.bfloat16), *args[1:]))
 
     def share_context(self, group: dist.ProcessGroup) -> None:
         """Compute only this rank's tokens of each sequence from now on; callers still pass whole sequences."""
-        assert self.architecture is not None, "the plan refuses cp for such models"
+        self.known_family()
         self.context = ContextPieces(group)
-        attend_over(self.hf, self.architecture, self.context)
+        attend_over(self.hf, self.context)
 
     def _own(self, whole: Tensor) -> Tensor:
         return whole if self.context is None else self.context.take(whole)
@@ -95,11 +115,11 @@ class LanguageModel(nn.Module):
         class adds to cross-entropy, which `self.auxiliary` counts; in evaluation it is cross-entropy alone.
         """
         with self.autocast(inputs.device):
-            if self.architecture is not None:
+            if self.family is not None:
                 return self.loss_from(self.hidden(inputs, positions, documents), self._own(targets))
             if not self.hf.training:
                 return _losses(self._logits(inputs, positions, documents), targets.flatten()).sum()
-            logits, added = self.auxiliary.call(self.hf, targets, **self._generic_inputs(inputs, positions, documents))
+            logits, added = self.auxiliary.call(self.hf, targets, **self._whole_inputs(inputs, positions, documents))
             loss = _losses(logits.flatten(0, 1).float(), targets.flatten()).sum()
             return loss if added is None else loss + added
 
@@ -110,7 +130,7 @@ class LanguageModel(nn.Module):
         Tokens of other cp ranks get zeros.
         """
         with self.autocast(batch.inputs.device):
-            if self.architecture is not None:
+            if self.family is not None:
                 hidden, targets = self.hidden(batch.inputs, batch.positions, batch.documents), self._own(batch.targets)
                 losses, right = self.scores_from(hidden, targets)
                 if self.context is None:
@@ -124,28 +144,50 @@ class LanguageModel(nn.Module):
     def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
         """Return the logits fp32 [batch, vocab] of the word after each place: int64 [batch, length] and [batch]."""
         with self.autocast(inputs.device):
-            if self.architecture is not None:
+            if self.family is not None:
                 return self.next_logits_from(self.hidden(self.padded(inputs), None, None), places)
             return _at(self._logits(inputs, None, None).unflatten(0, inputs.shape), places)
 
     def autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
-    def hidden(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """Return the output layer's input for this rank's tokens, [batch, context, width]."""
-        positions = self._own(self.positions(inputs, positions))
-        hidden = self.layers(self.embed(self._own(inputs), positions), layers_of(self.hf), positions, documents)
-        return self.finish(hidden)
+    def hidden(
+        self,
+        inputs: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        *,
+        stage: int | None = None,
+        received: Tensor | None = None,
+    ) -> Tensor:
+        """Run the class's own forward; return the output layer's input for this rank's tokens, [batch, context, width].
 
-    def positions(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """Return positions of whole sequences: the given ones, or from 0 on.
-
-        `x`: token ids, or hidden states, which may be this rank's piece of each sequence.
+        `stage`: run only this pipeline stage's layers, on what the stage before made (`received`); without the last
+        layer, return what the next stage receives.
         """
-        if positions is not None:
-            return positions
-        length = x.shape[1] * (self.sequence_pieces if x.is_floating_point() else 1)
-        return torch.arange(length, device=x.device)[None]
+        assert self.family is not None
+        own = {} if stage is None else self.stages[stage]
+        run = nullcontext() if stage is None else layers_run(self.hf, self.family.layers, own, self.passed, received)
+        with run, head_input(self.hf, self.family.head) as seen:
+            try:
+                self.hf(**self._inputs(inputs, positions, documents))
+            except Ended as ended:
+                return ended.hidden
+        return seen[0]
+
+    def _inputs(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> dict[str, Any]:
+        """Return the arguments of the class's forward for this rank's tokens."""
+        assert self.family is not None
+        given: dict[str, Any] = {"input_ids": self._own(inputs)}
+        if "use_cache" in self.family.arguments:
+            given["use_cache"] = False
+        if "position_ids" in self.family.arguments:
+            if positions is None and (self.context is not None or self.sequence_pieces > 1):
+                positions = torch.arange(inputs.shape[1], device=inputs.device)[None]
+            given["position_ids"] = None if positions is None else self._own(positions)
+        if documents is not None:
+            given["attention_mask"] = self.document_mask(documents) if self.by_document else _is_text(documents)
+        return given
 
     def padded(self, inputs: Tensor) -> Tensor:
         """Pad `inputs` to a length that ranks can split; in causal models, padding does not change tokens before it."""
@@ -154,29 +196,15 @@ class LanguageModel(nn.Module):
             pieces = self.context.group.size() * math.lcm(2, pieces)
         return nn.functional.pad(inputs, (0, -inputs.shape[1] % pieces))
 
-    def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        assert self.architecture is not None
-        hidden = self.architecture.embed(self.hf, inputs, positions)
-        return hidden if self.residual is None else hidden.to(self.residual)
-
-    def layers(self, hidden: Tensor, layers: list[nn.Module], positions: Tensor, documents: Tensor | None) -> Tensor:
-        """Run `hidden` through these layers; if `documents` are given, tokens attend only to their own document."""
-        assert self.architecture is not None
-        mask = None if documents is None else self.document_mask(documents)
-        arguments = self.architecture.arguments(self.hf, hidden, positions)
-        for layer in layers:
-            hidden = layer(hidden, attention_mask=mask, **arguments)
-        return hidden
-
     def document_mask(self, documents: Tensor) -> Any:
         """Return the mask, or the documents' bounds, that attention takes for this rank's tokens."""
-        shape: Any = self.hf.config
+        shape: Any = self.hf.config.get_text_config()  # type: ignore[operator,union-attr]
         context, take = documents.shape[1], self._own
         way = way_to_attend(
             documents.device,
             self.dtype,
             context=context,
-            head_width=shape.hidden_size // shape.num_attention_heads,
+            head_width=_head_width(shape),
             compiled=self.compiled,
             dropout=self.training and any(vars(shape)[field] for field in dropout_fields(vars(shape))),
         )
@@ -188,15 +216,11 @@ class LanguageModel(nn.Module):
         pieces = [slice(0, context)] if self.context is None else self.context.slices(context)
         return document_bounds(documents, pieces, causal=self.causal)
 
-    def finish(self, hidden: Tensor) -> Tensor:
-        assert self.architecture is not None
-        return self.architecture.finish(self.hf, hidden)
-
     def output(self) -> tuple[Tensor, Tensor | None]:
         """Return the output layer's weight [vocab, width] and bias [vocab]; under tp, of this rank's words only."""
-        assert self.architecture is not None
-        layer = self.hf.get_submodule(self.architecture.output)
-        return layer.weight, layer.bias  # type: ignore[return-value]
+        assert self.family is not None
+        layer = self.hf.get_submodule(self.family.head)
+        return layer.weight, getattr(layer, "bias", None)  # type: ignore[return-value]
 
     def loss_from(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return `forward`'s loss, from the hidden states before the output layer."""
@@ -211,11 +235,12 @@ class LanguageModel(nn.Module):
 
     def next_logits_from(self, hidden: Tensor, places: Tensor) -> Tensor:
         """Return the result of `next_logits`, from the hidden states: all words' logits, on every tp rank."""
+        assert self.family is not None
         weight, bias = self.output()
         whole = self._for_output(hidden)
         whole = whole if self.context is None else self.context.gather(whole)
         own = (_at(whole, places).to(self.dtype) @ weight.to(self.dtype).t()).float()
-        own = own if bias is None else own + bias
+        own = self.family.tail(own if bias is None else own + bias)
         if self.tp_group is None:
             return own
         logits = own.new_zeros(len(own), self.num_words)
@@ -225,13 +250,14 @@ class LanguageModel(nn.Module):
 
     def _for_output(self, hidden: Tensor) -> Tensor:
         """Return hidden states of whole sequences; under tp, their gradient is summed over the ranks' words."""
-        if self.tp_group is None:
+        if self.tp_group is None or self.gathers_before_head:
             return hidden
         collect = gather_sequence if self.sequence_pieces > 1 else copy_to_group
         return collect(hidden, self.tp_group)
 
     def _over_vocabulary(self, function: Callable[..., Any], hidden: Tensor, targets: Tensor, **options: Any) -> Any:
         """Call a function of training/models/linear_cross_entropy.py with the words that this rank holds."""
+        assert self.family is not None
         weight, bias = self.output()
         return function(
             hidden.flatten(0, 1),
@@ -241,25 +267,39 @@ class LanguageModel(nn.Module):
             dtype=self.dtype,
             first_token_id=self.first_token_id,
             group=self.tp_group,
+            tail=self.family.tail,
             **options,
         )
 
     def _logits(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """Return logits fp32 [tokens, vocab] of a class without an Architecture, which may cap or scale them."""
-        logits: Tensor = self.hf(**self._generic_inputs(inputs, positions, documents)).logits
+        """Return logits fp32 [tokens, vocab] of a class that runs whole."""
+        logits: Tensor = self.hf(**self._whole_inputs(inputs, positions, documents)).logits
         return logits.flatten(0, 1).float()
 
-    def _generic_inputs(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> dict[str, Tensor]:
-        """Return the arguments of a class without an Architecture.
-
-        Such a class makes its own attention mask (windows, biases), so it is told only which tokens are padding. Where
-        all are, as they predict nothing, none is called so: a mean over no tokens would be NaN.
-        """
+    def _whole_inputs(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> dict[str, Tensor]:
+        """Return the arguments of a class that runs whole: it makes its own mask, and is told only what is padding."""
         assert positions is None, "the plan refuses packings with positions for such classes"
-        if documents is None:
-            return {"input_ids": inputs}
-        is_text = documents != PADDING
-        return {"input_ids": inputs, "attention_mask": (is_text | ~is_text.any()).long()}
+        given = {"input_ids": inputs}
+        return given if documents is None else given | {"attention_mask": _is_text(documents)}
+
+
+def _is_text(documents: Tensor) -> Tensor:
+    """Return transformers' mask of padding, int64 [batch, context].
+
+    Where all tokens are padding, as they predict nothing, none is called so: a mean over no tokens would be NaN.
+    """
+    is_text = documents != PADDING
+    return (is_text | ~is_text.any()).long()
+
+
+def _head_width(shape: Any) -> int:
+    """Return the width of attention heads; 1, for which no kernel is, if layers differ in it."""
+    try:
+        return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    except AttributeError:
+        raise
+    except Exception:
+        return 1
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -299,15 +339,13 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     Until a fresh model is filled, its parameters are allocated but never touched, so they occupy no memory: otherwise
     8 ranks on a host would hold 8 whole models (8B in fp32: 32 GB each) to keep an eighth each.
     """
-    from transformers.initialization import no_init_weights
-
     config, auto_class = plan.config, auto_class_of(plan.config.objective)
     settings = hf_config(plan)
     if config.model.init == "pretrained":
         path = plan.local(config.model.path)
         hf = load_pretrained(auto_class, path, dtype=torch.float32, settings=settings)
-    elif settings.model_type in ARCHITECTURES:
-        with no_init_weights():
+    elif can(settings.model_type, "fresh"):
+        with hugging_face.without_weights():
             hf = auto_class.from_config(settings, dtype=torch.float32)
         hf.tie_weights()
     else:  # the class may initialize weights in ways that cannot be repeated layer by layer
@@ -317,35 +355,39 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     _let_every_word_learn(hf)
     freeze(hf, config.train.freeze)
     weights: Mapping[str, Tensor] = {name: tensor.detach() for name, tensor in state_of(hf).items()}
-    if config.model.init != "pretrained" and settings.model_type in ARCHITECTURES:
+    model = LanguageModel(hf, precision=plan.precision)
+    if config.model.init != "pretrained" and can(settings.model_type, "fresh"):
         with torch.device("meta"):
             template = auto_class.from_config(settings, dtype=torch.float32)
         _let_every_word_learn(template)
-        weights = FreshWeights(template, ARCHITECTURES[settings.model_type], seed=config.train.seed)
-    return LanguageModel(hf, precision=plan.precision), weights
+        weights = FreshWeights(template, seed=config.train.seed)
+    return model, weights
 
 
 def import_model(plan: RunPlan) -> None:
     """Import the modules that building the plan's model needs (3 s of a core), without making its weights.
 
-    A class without an Architecture is not built: it may make weights that are not parameters (unfilled_model).
+    A class whose fresh weights are not made layer by layer is not built (unfilled_model).
     """
-    from transformers.initialization import no_init_weights  # noqa: F401
-
     settings, auto_class = hf_config(plan), auto_class_of(plan.config.objective)
-    if settings.model_type in ARCHITECTURES:
-        with torch.device("meta"):
+    if can(settings.model_type, "fresh"):
+        with hugging_face.without_weights(), torch.device("meta"):
             auto_class.from_config(settings)
 
 
 def _let_every_word_learn(hf: Any) -> None:
     """Train the pad token's row too: it is the end token, which begins documents; transformers would keep it at zero.
 
-    Also freeze BERT's `cls.predictions.bias` if embeddings are not tied: it is unused then and gets no gradient.
+    Also freeze what modules around the output layer hold beside it, such as BERT's bias if embeddings are not tied: it
+    is unused then and gets no gradient.
     """
     hf.get_input_embeddings().padding_idx = None
-    if hf.config.model_type == "bert" and not hf.config.tie_word_embeddings:
-        hf.cls.predictions.bias.requires_grad_(False)
+    head = hf.get_output_embeddings()
+    used = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    for module in hf.modules():
+        if module is not head and head is not None and any(child is head for child in module.children()):
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(id(parameter) in used)
 
 
 def load_model(folder: Path, plan: RunPlan, *, dtype: torch.dtype = torch.float32) -> LanguageModel:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.data.batch import IGNORED
+from training.models.family import PLAIN, Tail
 from training.planner.job import WORDS_MULTIPLE, chunk_tokens, padding_words
 from training.runtime.onednn import products_take_new_memory
 
@@ -37,18 +38,19 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     softmax: Softmax | None = None,
     multiple: int = WORDS_MULTIPLE,
+    tail: Tail = PLAIN,
 ) -> Tensor:
     """Return the loss fp32 [], summed over targets int64 [tokens]; hidden [tokens, width], weight [vocab, width].
 
     Products are computed in `dtype`, the rest in fp32. With a `group`, each of its ranks holds the weight's rows from
     `first_token_id` on, and all get the same loss (Shoeybi et al. 2019, section 3). `softmax`: a compiled
     `fused_softmax_` instead of `softmax_`. In products the vocabulary is padded to a multiple of `multiple` words, if
-    that adds less than 1%; the added words have probability 0 and no gradient.
+    that adds less than 1%; the added words have probability 0 and no gradient. `tail`: what the class makes of logits.
     """
     if not torch.is_grad_enabled():  # otherwise ctx.needs_input_grad would still be true
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     loss: Tensor = _LinearCrossEntropy.apply(
-        hidden, weight, bias, targets, dtype, first_token_id, group, softmax or softmax_, multiple
+        hidden, weight, bias, targets, dtype, first_token_id, group, softmax or softmax_, multiple, tail
     )
     return loss
 
@@ -66,6 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         softmax: Softmax,
         multiple: int,
+        tail: Tail,
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         loss = hidden.new_zeros((), dtype=torch.float32)
@@ -82,9 +85,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + size)
             rows, predicted = hidden[chunk].to(dtype), (targets[chunk] != IGNORED).unsqueeze(-1)
             grad = _logits(rows, cast, padded_bias, out=None if logits is None else logits[: len(rows)])
+            slope = tail.apply_(grad)
             grad[:, num_words:] = -torch.inf
             here = _here(targets[chunk], first_token_id, num_words)
             loss = loss + _to_gradient(grad, targets[chunk], here, first_token_id, group, softmax, 1 / headroom)
+            if slope is not None:
+                grad.mul_(slope)
             # Ignored targets get no gradient. Masking is cheaper in tensors that are `width` wide than in the logits.
             if grad_hidden is not None:
                 grad_hidden[chunk] = (grad @ cast).mul_(predicted)
@@ -109,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in saved:
             if gradient is not None:
                 gradient.mul_(grads[0].to(gradient.dtype))
-        return (*saved, None, None, None, None, None, None)
+        return (*saved, None, None, None, None, None, None, None)
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
@@ -209,11 +215,12 @@ def linear_scores(
     dtype: torch.dtype = torch.float32,
     first_token_id: int = 0,
     group: dist.ProcessGroup | None = None,
+    tail: Tail = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Return each token's loss, fp32 [tokens], and whether the target is the likeliest word, bool [tokens]."""
     losses, right, cast = [], [], weight.to(dtype)
     for rows, wanted in zip(hidden.split(chunk_tokens(4)), targets.split(chunk_tokens(4)), strict=True):
-        logits = _logits(rows.to(dtype), cast, bias).float()
+        logits = tail(_logits(rows.to(dtype), cast, bias).float())
         likeliest = _likeliest(logits, first_token_id, group)
         right.append((likeliest == wanted) & (wanted != IGNORED))
         losses.append(_cross_entropy_by_token(logits, wanted, first_token_id, group))

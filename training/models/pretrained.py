@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from training.models import hugging_face
 from training.records.model_state import differences, saved_shapes
 
 logger = logging.getLogger(__name__)
@@ -82,9 +83,7 @@ def _checked(load: Callable[..., tuple[Any, Any]], folder: Path | str, *argument
                 f"{folder} does not fit its class: {', '.join(parts)} cannot be made, because tensors that are joined "
                 "to it are missing or have another shape: give the whole model"
             ) from None
-    used = hf._weight_conversions
-    hf._weight_conversions = [each for each in used if each.target_patterns != [""]]  # they would be undone on saving
-    if len(hf._weight_conversions) < len(used):
+    if hugging_face.drop_renaming(hf):
         logger.info("%s: the prefixes of DDP, FSDP or torch.compile were taken off its tensors' names", folder)
     missing, unexpected = report["missing_keys"], report["unexpected_keys"]
     reshaped = {name: (saved, own) for name, saved, own in report["mismatched_keys"]}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from training.models.family import STYLES, layers_name
 from training.models.pretrained import auto_class_of
 from training.planner.model_shape import CHOSEN_EXPERTS, experts_of_a_token, shape_of_hf
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
@@ -30,27 +31,6 @@ NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")  # linear attention has no scores
 WHOLE = ("replicate", "moe_tp", "mla_kv_a", "local")  # beginnings of the styles that leave parameters whole
-# transformers has no plan of these; training/strategies/tensor.py cuts them so
-PLANS = {
-    "gpt2": {
-        "transformer.wte": "embedding_rowwise",
-        "lm_head": "colwise",
-        "transformer.h.*.attn.c_attn": "colwise",
-        "transformer.h.*.attn.c_proj": "rowwise",
-        "transformer.h.*.mlp.c_fc": "colwise",
-        "transformer.h.*.mlp.c_proj": "rowwise",
-    },
-    "bert": {
-        "bert.embeddings.word_embeddings": "embedding_rowwise",
-        "cls.predictions.decoder": "colwise",
-        "bert.encoder.layer.*.attention.self.query": "colwise",
-        "bert.encoder.layer.*.attention.self.key": "colwise",
-        "bert.encoder.layer.*.attention.self.value": "colwise",
-        "bert.encoder.layer.*.attention.output.dense": "rowwise",
-        "bert.encoder.layer.*.intermediate.dense": "colwise",
-        "bert.encoder.layer.*.output.dense": "rowwise",
-    },
-}
 
 
 def count_model(settings: Any, *, objective: str, where: str = "on meta") -> ModelShape:
@@ -71,8 +51,9 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
 
 def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
     """Return the sizes of a model; it may be on the meta device."""
-    name, num_layers = layers_in(hf)
-    tensors = _tensors(hf)
+    if (name := layers_name(hf)) is None:
+        raise ValueError(f"a {hf.config.model_type} model has no list of layers: it cannot be planned")
+    num_layers, tensors = len(hf.get_submodule(name)), _tensors(hf)
     embedding, output = hf.get_input_embeddings().weight, hf.get_output_embeddings()
     tied = output is not None and output.weight is embedding
     rows = {id(module.weight) for module in hf.modules() if isinstance(module, nn.Embedding)}
@@ -96,19 +77,6 @@ def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
         buffers=sum(tensor.numel() for each, tensor in hf.state_dict().items() if each not in parameters),
         tied=tied,
     )
-
-
-def layers_in(hf: Any) -> tuple[str, int]:
-    """Return the name of the layers and their number: of the class's pipeline plan, else the longest list of modules.
-
-    Raises ValueError for a class without a list of modules.
-    """
-    lists = {name: len(module) for name, module in hf.named_modules() if isinstance(module, nn.ModuleList)}
-    planned = [name for name in getattr(hf, "pp_plan", None) or {} if name in lists]
-    if not lists:
-        raise ValueError(f"a {hf.config.model_type} model has no list of layers: it cannot be planned")
-    name = planned[0] if planned else max(lists, key=lambda each: lists[each])
-    return name, lists[name]
 
 
 @dataclass(frozen=True)
@@ -165,9 +133,11 @@ def _used(hf: Any, name: str, parameter: nn.Parameter) -> int:
 
 def is_cut(hf: Any, name: str) -> bool:
     """Whether tensor parallelism divides this parameter, by the class's plan: the style of it or of its module."""
-    plan = PLANS.get(hf.config.model_type) or getattr(hf, "tp_plan", None) or {}
+    plan = {**(getattr(hf, "tp_plan", None) or {}), **STYLES.get(hf.config.model_type, {})}
     pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
     module, _, own = pattern.rpartition(".")
+    if plan and hf.get_submodule(name.rpartition(".")[0]) in (hf.get_input_embeddings(), hf.get_output_embeddings()):
+        return True
     style = plan.get(pattern) or plan.get(module) or ""
     is_added = style.startswith("rowwise") and own == "bias"  # by each rank, after the sum
     return bool(style) and not style.startswith(WHOLE) and not is_added

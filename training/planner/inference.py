@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from training.config.serving import InferenceConfig
-from training.planner.job import KNOWN_ARCHITECTURES
+from training.facts.families import Ability, why_not
 from training.planner.model_shape import shape_of_hf
 from training.records.record import read_fields
 
@@ -22,10 +22,11 @@ def check_inference(folder: Path, inference: InferenceConfig) -> None:
         return
     settings = dict(read_fields(folder / "config.json"))
     shape = shape_of_hf(settings, vocab_size=int(settings["vocab_size"]))
-    if shape.architecture not in KNOWN_ARCHITECTURES:
+    needed: tuple[Ability, ...] = ("tp" if inference.parallel == "tensor" else "pp", "cached")
+    if why := next(filter(None, (why_not(shape, ability) for ability in needed)), None):
         raise ValueError(
-            f"a {shape.architecture} model has no tensor or pipeline plan (there is one for "
-            f"{', '.join(KNOWN_ARCHITECTURES)}): set inference.parallel=data"
+            f"a {shape.architecture} model has no inference.parallel={inference.parallel}: {why}: set "
+            "inference.parallel=data"
         )
     if inference.parallel == "pipeline" and shape.layers < degree:
         raise ValueError(

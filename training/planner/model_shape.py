@@ -8,6 +8,7 @@ from typing import Any
 
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
+from training.facts.families import adds_loss, masked_types, types_counting_from_pad
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
 from training.records.token_shards import TokenShards
@@ -19,7 +20,7 @@ ASSUMED_VOCAB = {
 }  # used in a dry run, until the corpus is tokenized
 # attention_dropout, resid_pdrop, hidden_dropout_prob, ...: as transformers' classes spell it (5.23)
 DROPOUT = re.compile(r"^(?!classifier|summary|seq_classif|qa|pooler|token).*(dropout|pdrop|dropout_prob|dropout_p)$")
-MASKED_TYPES = {"bert", "roberta", "distilbert", "electra", "albert", "deberta-v2", "modernbert", "camembert"}
+MASKED_TYPES = masked_types()
 
 # The experts that a token is sent to, as transformers' configs spell it (5.24).
 CHOSEN_EXPERTS = (
@@ -32,7 +33,7 @@ CHOSEN_EXPERTS = (
     "top_k_experts",
     "moe_num_active_primary_experts",
 )
-COUNT_FROM_PAD = {"roberta", "camembert"}  # of these: they count positions from the pad token's ID + 1 on
+COUNT_FROM_PAD = types_counting_from_pad()
 COUNT_FROM_PAD_ID = 1  # the pad token's ID of these classes, where config.json names none
 
 
@@ -226,6 +227,7 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
         vocab_size=vocab_size,
         context=int(hf.get("max_position_embeddings") or hf.get("n_positions") or 0),
         tied=bool(hf.get("tie_word_embeddings", kind in {"gpt2", "bert"})),
+        adds_loss=adds_loss(hf),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from training.config.parallel import Precision
 from training.config.run import RunConfig
 from training.config.train import TrainConfig, check_schedule, warn_of_warmup
+from training.facts.families import why_not
 from training.planner.chosen_layout import ChosenLayout
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
@@ -342,10 +343,10 @@ def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:
 
 def _check_packing(config: RunConfig, shape: ModelShape) -> None:
     packing = config.train.packing
-    if packing in OWN_DOCUMENT and shape.architecture not in KNOWN_ARCHITECTURES:
+    if packing in OWN_DOCUMENT and (why := why_not(shape, "documents")):
         raise ValueError(
-            f"train.packing={packing} needs a model whose attention can be masked ({', '.join(KNOWN_ARCHITECTURES)}); "
-            f"a {shape.architecture} model has its own: set train.packing=padded, or stream"
+            f"train.packing={packing} keeps attention within documents, which a {shape.architecture} model cannot: "
+            f"{why}: set train.packing=padded, or stream"
         )
 
 
@@ -380,10 +381,10 @@ def _check_residual(config: RunConfig, shape: ModelShape, precisions: Sequence[P
             f"train.residual=bf16 goes with products in bf16 or fp8, and these devices' are in {', '.join(other)}: set "
             "train.residual=fp32, or parallel.precision=bf16 where they have it"
         )
-    if shape.architecture not in KNOWN_ARCHITECTURES:
+    if why := why_not(shape, "pp"):
         raise ValueError(
-            f"train.residual=bf16 works with {', '.join(KNOWN_ARCHITECTURES)} models, not with {shape.architecture}: "
-            "set train.residual=fp32, or parallel.strategy=fsdp, which carries bf16 in any model"
+            f"train.residual=bf16 does not work with a {shape.architecture} model: {why}: set train.residual=fp32, or "
+            "parallel.strategy=fsdp, which carries bf16 in any model"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from training.config.parallel import Precision, Stages
 from training.config.run import RunConfig
+from training.facts.families import why_not
 from training.planner.chosen_layout import (
     ChosenLayout,
     DoesNotFit,
@@ -27,7 +28,7 @@ from training.planner.chosen_layout import (
 )
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.corrections import correct_seconds, corrections_of, describe_kind, machine_of, priced_as
-from training.planner.job import KNOWN_ARCHITECTURES, Job, Layout, Recompute
+from training.planner.job import Job, Layout, Recompute
 from training.planner.precision import ChosenPrecision, weakest_precision, with_whole_gradients
 from training.planner.pricing import MEMORY_SHARE, PricedLayout, job_of, memory_of, seconds_of
 from training.planner.search import (
@@ -676,10 +677,11 @@ def _pinned_stages(
             f"parallel.stages = {[list(sizes) for sizes in stages]} are {len(stages)} replicas of one stage each: set "
             f"parallel.stages=even parallel.strategy=ddp parallel.pp=1 parallel.ranks={len(stages)}"
         )
-    if shape.architecture not in KNOWN_ARCHITECTURES or any(sum(sizes) != shape.layers for sizes in stages):
+    if (why := why_not(shape, "pp")) or any(sum(sizes) != shape.layers for sizes in stages):
         raise ValueError(
             f"parallel.stages = {[list(sizes) for sizes in stages]}: each replica's stages must have the "
-            f"{shape.layers} layers of the model together, which must be one of {', '.join(KNOWN_ARCHITECTURES)}"
+            f"{shape.layers} layers of the model together"
+            + (f", and a {shape.architecture} model has no stages: {why}" if why else "")
         )
     tp = max(1, config.parallel.tp)
     num_ranks = tp * sum(map(len, stages))
@@ -720,7 +722,7 @@ def _best_unlike(
     fixed = fixed or parallel.compression != "none"
     if parallel.stages != "auto" or parallel.strategy != "auto" or fixed or sum(slots) < 2 or precision.is_mixed:
         return None
-    if parallel.offload not in ("auto", "none") or shape.architecture not in KNOWN_ARCHITECTURES:
+    if parallel.offload not in ("auto", "none") or why_not(shape, "pp"):
         return None
     pricing = _UnlikePricing(config, shape, inventory, slots, precision, measurements)
     if not pricing.run.is_measured:
@@ -768,7 +770,7 @@ class _UnlikePricing:
     def layout(self, tp: int, stages: Stages, recompute: Recompute) -> Layout:
         longest, dp = max(map(len, stages)), len(stages)
         size = max(1, self.config.train.global_batch // (dp * longest))
-        split = sequence_choices(self.config, tp=tp, kind=self.run.kind)[0]
+        split = sequence_choices(self.config, self.job.shape, tp=tp, kind=self.run.kind)[0]
         more: dict[str, Any] = {"recompute": recompute, "stages": stages, "sequence_parallel": split}
         return Layout("ddp", tp, longest, dp, size, longest, **more)
 
@@ -786,7 +788,9 @@ class _UnlikePricing:
         whole = parallel.fp8_by == "torchao"  # its layers are not cut
         tps = [parallel.tp] if parallel.tp else [1] if whole else tensor_sizes(shape, [*slots], sum(slots))
         for tp, recompute in itertools.product(tps, self.recompute):
-            if any(number % tp for number in slots) or not sequence_choices(self.config, tp=tp, kind=self.run.kind):
+            if any(number % tp for number in slots) or not sequence_choices(
+                self.config, self.job.shape, tp=tp, kind=self.run.kind
+            ):
                 continue
             units = devices[::tp]
             runs = _runs_of_alike(units)

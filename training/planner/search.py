@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from training.config.parallel import IN_SHARDS, WITH_CP, WITH_PP, WITH_TP, StrategyName, offloads
 from training.config.run import RunConfig
+from training.facts.families import Ability, why_not
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.corrections import NO_CORRECTIONS, Corrections
-from training.planner.job import KNOWN_ARCHITECTURES, Job, Layout, Offload, Recompute
+from training.planner.job import Job, Layout, Offload, Recompute
 from training.planner.precision import fp8_refusal
 from training.planner.pricing import PricedLayout, job_of, price
 from training.planner.step_time import exposed_s
@@ -111,7 +112,7 @@ def _rank_meshes(
             for mesh in some
             if refusals[mesh] is None
             for mesh_cluster in [cluster(_num_ranks(config, inventory, mesh))]
-            for layout in _layouts(config, mesh_cluster, mesh)
+            for layout in _layouts(config, shape, mesh_cluster, mesh)
         ]
 
     last_resort = {"zero3"} if config.parallel.strategy == "auto" and inventory.device_kind == "cuda" else set()
@@ -256,7 +257,7 @@ def _strategies(config: RunConfig, *, num_ranks: int, num_hosts: int) -> tuple[S
 
 def tensor_sizes(shape: ModelShape, slots: list[int], num_devices: int) -> list[int]:
     """1, and every number that divides each host's devices and the model's heads and matrices."""
-    if shape.architecture not in KNOWN_ARCHITECTURES:
+    if why_not(shape, "tp"):
         return [1]
     divided = (shape.heads, shape.kv_heads, shape.mlp_width, *set(slots), num_devices)
     return [tp for tp in range(1, min(*slots, num_devices) + 1) if all(size % tp == 0 for size in divided)]
@@ -264,13 +265,13 @@ def tensor_sizes(shape: ModelShape, slots: list[int], num_devices: int) -> list[
 
 def _pipeline_sizes(shape: ModelShape, num_groups: int) -> list[int]:
     """1, and every number up to the layers that divides the groups of tp ranks."""
-    if shape.architecture not in KNOWN_ARCHITECTURES:
+    if why_not(shape, "pp"):
         return [1]
     most = max(1, min(num_groups, shape.layers, MAX_STAGES))
     return [pp for pp in range(1, most + 1) if num_groups % pp == 0]
 
 
-def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout]:
+def _layouts(config: RunConfig, shape: ModelShape, cluster: Cluster, mesh: Mesh) -> Iterator[Layout]:
     """The layouts on a possible mesh: by micro-batch, recomputation and offload."""
     sizes = cluster.host_sizes
     if mesh.tp > 1 and config.parallel.tp == 0 and any(on_host % mesh.tp for on_host in sizes):
@@ -278,7 +279,7 @@ def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout
     if mesh.strategy == "hsdp" and config.parallel.strategy == "auto" and len(sizes) > 1:
         return  # its groups are hosts, which must be equal
     dp = cluster.num_ranks // mesh.model_ranks
-    split = sequence_choices(config, tp=mesh.tp, cp=mesh.cp, kind=cluster.kind)
+    split = sequence_choices(config, shape, tp=mesh.tp, cp=mesh.cp, kind=cluster.kind)
     for micro_batch, accumulation in _micro_batches(config, dp=dp, pp=mesh.pp):
         for (recompute, offload), is_split in itertools.product(_savings(config, mesh, cluster.kind), split):
             keeps = _kept_for_speed(config, mesh, offload=offload, accumulation=accumulation)
@@ -302,12 +303,12 @@ def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout
             )
 
 
-def sequence_choices(config: RunConfig, *, tp: int, cp: int = 1, kind: str) -> tuple[bool, ...]:
+def sequence_choices(config: RunConfig, shape: ModelShape, *, tp: int, cp: int = 1, kind: str) -> tuple[bool, ...]:
     """Whether to try sequence parallelism; on a GPU it sends no more than without, so that it is always taken."""
     asked = config.parallel.sequence_parallel
     if tp == 1 or asked == "off":
         return (False,)
-    if config.train.context // cp % tp:
+    if config.train.context // cp % tp or why_not(shape, "sp"):
         return () if asked == "on" else (False,)
     return (True,) if asked == "on" or kind == "cuda" else (False, True)
 
@@ -436,12 +437,15 @@ def _ranks_refusal(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str |
 def _division_refusal(config: RunConfig, shape: ModelShape, mesh: Mesh) -> str | None:
     """The model's matrices and layers, which tensor and pipeline parallelism divide."""
     tp, stages = mesh.tp, mesh.pp * config.parallel.pp_stages_per_rank
-    if mesh.model_ranks > 1 and shape.architecture not in KNOWN_ARCHITECTURES:
-        return (
-            f"a {shape.architecture} model has no tensor, pipeline or context plan (there is one for "
-            f"{', '.join(KNOWN_ARCHITECTURES)}): set parallel.tp=1 parallel.pp=1 parallel.cp=1 and use ddp, fsdp, "
-            "zero1, zero2 or zero3"
-        )
+    asked: dict[Ability, int] = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp}
+    for axis, ranks in asked.items():
+        if ranks > 1 and (why := why_not(shape, axis)):
+            return (
+                f"a {shape.architecture} model cannot be split by parallel.{axis} = {ranks}: {why}: set "
+                f"parallel.{axis}=1 and use ddp, fsdp, zero1, zero2 or zero3"
+            )
+    if config.parallel.sequence_parallel == "on" and tp > 1 and (why := why_not(shape, "sp")):
+        return f"a {shape.architecture} model has no sequence parallelism: {why}: set parallel.sequence_parallel=off"
     sizes = {"attention heads": shape.heads, "key/value heads": shape.kv_heads, "MLP width": shape.mlp_width}
     for what, size in sizes.items():
         if size % tp:

@@ -46,6 +46,7 @@ class ModelShape(Record):
     vocab_size: int
     context: int
     tied: bool
+    adds_loss: bool = False  # its class adds to cross-entropy, as its config.json asks
     sizes: ModelSizes = ModelSizes()
 
     @computed_field  # type: ignore[prop-decorator]

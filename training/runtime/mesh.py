@@ -135,6 +135,18 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup, dim: int = SEQUENCE) ->
     return result
 
 
+def gather_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Join the ranks' pieces along the last dimension; each rank's gradient is its piece of the whole's."""
+    result: Tensor = _GatherColumns.apply(x, group)
+    return result
+
+
+def take_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's piece along the last dimension; the gradient is that of all pieces."""
+    result: Tensor = _TakeColumns.apply(x, group)
+    return result
+
+
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's piece, of each sequence, of the sum of the ranks' `x`: half the work of sum_over_group."""
     result: Tensor = _ScatterSum.apply(x, group)
@@ -214,3 +226,25 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _arrived(_all_gather(grads[0].contiguous(), SEQUENCE, ctx.group)), None
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _arrived(_all_gather(x.contiguous(), x.dim() - 1, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return own_piece(grads[0], ctx.group, -1).contiguous(), None
+
+
+class _TakeColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return own_piece(x, group, -1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _arrived(_all_gather(grads[0].contiguous(), grads[0].dim() - 1, ctx.group)), None

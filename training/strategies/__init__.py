@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from training.data.batch import Batch, Share
-from training.models.architectures import layers_of
+from training.models.family import layers_of
 from training.models.language_model import LanguageModel
 from training.records.plan import RankPlan
 from training.runtime.mesh import Mesh

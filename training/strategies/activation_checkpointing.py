@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from training.models import document_attention
-from training.models.architectures import layers_of
+from training.models.family import layers_of
 from training.models.language_model import LanguageModel
 from training.models.linear_cross_entropy import fused_softmax_
 
@@ -46,7 +46,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def compile_layers(model: LanguageModel, *, one_shape: bool, device_kind: str) -> None:
-    """Compile each layer, and `finish`: equal layers share one graph, so start-up does not grow with depth.
+    """Compile each layer, and the norm after them: equal layers share one graph, so start-up does not grow with depth.
 
     `fullgraph`: a graph break is an error, not a hidden slow-down. Only `forward` is compiled, so that hooks (FSDP2
     gathers weights in them) stay outside. If micro-batches change (not `one_shape`), the first change compiles once
@@ -57,6 +57,8 @@ def compile_layers(model: LanguageModel, *, one_shape: bool, device_kind: str) -
     torch._dynamo.config.recompile_limit = max(8, 4 * len(layers))  # layers may differ by a constant (GPT-2's can)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=dynamic)
-    model.finish = torch.compile(model.finish, fullgraph=True, dynamic=dynamic)  # type: ignore[method-assign]
+    for name in [] if model.family is None else model.family.before_head:
+        module = model.hf.get_submodule(name)
+        module.forward = torch.compile(module.forward, fullgraph=True, dynamic=dynamic)
     if device_kind == "cuda":
         model.softmax = torch.compile(fused_softmax_, fullgraph=True, dynamic=dynamic)

@@ -15,7 +15,7 @@ Weights are gathered within a group; between groups, only sums of gradients are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from training.models.architectures import layers_of
+from training.models.family import layers_of
 from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.records.plan import RankPlan
@@ -52,36 +52,23 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
     return Fsdp(plan, mesh, model, weights, inside=inside, sent=sent)
 
 
-class _Part(nn.Module):
-    """Modules of the model as one unit: calling it gathers their weights and runs `function`, which uses them."""
-
-    def __init__(self, modules: Iterable[nn.Module], function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.own, self.function = nn.ModuleList(modules), function
-
-    def forward(self, *arguments: Tensor) -> Tensor:
-        return self.function(*arguments)
-
-
 def _shard_ends(plan: RankPlan, model: LanguageModel, **options: Any) -> list[nn.Module]:
-    """Shard the embedding, and the modules after the layers, as units of their own; return these units.
+    """Shard the embedding, and the modules after the layers, as units of their own; return their modules.
 
-    The latter stay gathered, because backward begins with them. Models that tie both, and classes without an
-    Architecture, have no such units.
+    The latter stay gathered, because backward begins with them. Models that tie both, and classes that run whole, have
+    no such units.
     """
-    architecture = model.architecture
-    if model.tied or architecture is None:
+    if model.tied or model.family is None:
         return []
-    first, last = (
-        [model.hf.get_submodule(name) for name in names] for names in (architecture.first, architecture.last)
+    before, after = (
+        [model.hf.get_submodule(name) for name in names] for names in (model.family.before, model.family.after)
     )
-    embedding, head = model.embedding, model.head = _Part(first, model.embed), _Part(last, model.finish)
-    model.embed, model.finish = embedding.__call__, head.__call__  # type: ignore[method-assign]
-    sharded = fully_shard(embedding, reshard_after_forward=plan.reshard_after_forward, **options)
-    if not any(isinstance(module, nn.LayerNorm) for module in embedding.modules()):
-        sharded.set_unshard_in_backward(False)  # rows are looked up: their gradient needs no weights
-    fully_shard(head, reshard_after_forward=False, **options)
-    return [embedding, head]
+    fully_shard(before, reshard_after_forward=plan.reshard_after_forward, **options)
+    if all(isinstance(module, nn.Embedding) for module in before):  # rows are looked up: gradients need no weights
+        for module in before:
+            module.set_unshard_in_backward(False)  # type: ignore[operator]
+    fully_shard(after, reshard_after_forward=False, **options)
+    return [*before, *after]
 
 
 def travels_in(plan: RankPlan) -> torch.dtype:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from training.data.batch import Batch, Share
-from training.models.architectures import Architecture, layers_of
+from training.models.family import Family, Passed, Zeros, layers_of
 from training.models.language_model import LanguageModel
 from training.records.plan import Place, RankPlan
 from training.runtime.mesh import Mesh, all_reduce_together, make_groups
@@ -48,8 +48,8 @@ class StageMap:
     In a pipeline of n ranks, each rank has every n-th stage, so that a micro-batch visits all ranks in turn.
     """
 
-    def __init__(self, plan: RankPlan, architecture: Architecture) -> None:
-        self.architecture, self.tp = architecture, plan.mesh["tp"]
+    def __init__(self, plan: RankPlan, family: Family) -> None:
+        self.family, self.tp = family, plan.mesh["tp"]
         self.places = plan.places
         self.rank_at = {place: rank for rank, place in enumerate(self.places)}
         self.replicas = [plan.replica_layers(replica) for replica in range(plan.dp)]
@@ -77,10 +77,10 @@ class StageMap:
 
     def layer_of(self, name: str) -> int:
         """Return the layer whose ranks save a parameter or buffer: its own, else 0 (first stage) or -1 (last stage)."""
-        prefix = f"{self.architecture.layers}."
+        prefix = f"{self.family.layers}."
         if name.startswith(prefix):
             return int(name.removeprefix(prefix).partition(".")[0])
-        return 0 if name.startswith(tuple(f"{first}." for first in self.architecture.first)) else -1
+        return 0 if name.startswith(tuple(f"{first}." for first in self.family.before)) else -1
 
     def groups_of(self, layer: int) -> list[tuple[int, ...]]:
         """Return the ranks that sum a layer's gradients, by tp rank."""
@@ -101,26 +101,27 @@ class StageMap:
 
 
 def keep_own_stages(plan: RankPlan, model: LanguageModel) -> None:
-    assert model.architecture is not None, "the plan refuses pp for such models"
-    stage_map, rank = StageMap(plan, model.architecture), dist.get_rank()
+    stage_map, rank = StageMap(plan, model.known_family()), dist.get_rank()
     keep_stages(model, stage_map.own_stages(rank), last=stage_map.last_stage(rank))
 
 
 def keep_stages(model: LanguageModel, owned: Mapping[int, Sequence[int]], *, last: int) -> None:
-    """Replace the layers of other ranks by nn.Identity, so that parameter names stay; set `model.stages`.
+    """Let modules without weights stand for those of other ranks, so that parameter names stay; set `model.stages`.
 
     `owned`: the numbers of this rank's layers, by stage.
     """
-    assert model.architecture is not None, "the plan refuses pp for such models"
+    family = model.known_family()
     layers = layers_of(model.hf)
-    model.stages = {stage: [layers[i] for i in numbers] for stage, numbers in owned.items()}
-    kept = {id(layer) for stage in model.stages.values() for layer in stage}
-    for number, layer in enumerate(layers):
-        if id(layer) not in kept:
-            model.hf.set_submodule(f"{model.architecture.layers}.{number}", nn.Identity())
-    for ends, stage in ((model.architecture.first, 0), (model.architecture.last, last)):
-        for name in ends if stage not in owned else ():
-            model.hf.set_submodule(name, nn.Identity())
+    model.passed = [Passed(layer, in_pairs=family.in_pairs) for layer in layers]
+    model.stages = {stage: {number: layers[number] for number in numbers} for stage, numbers in owned.items()}
+    kept = {number for numbers in owned.values() for number in numbers}
+    for number, passed in enumerate(model.passed):
+        if number not in kept:
+            model.hf.set_submodule(f"{family.layers}.{number}", passed)
+    for name in family.before if 0 not in owned else ():
+        model.hf.set_submodule(name, Zeros(model.hf.get_submodule(name), family.widths[name]))
+    for name in sorted(family.after, reverse=True) if last not in owned else ():  # a module after those inside it
+        model.hf.set_submodule(name, nn.Identity())
 
 
 class Stage(nn.Module):
@@ -129,15 +130,13 @@ class Stage(nn.Module):
     Its submodules are this stage's modules of the model, so that fsdp can shard them.
     """
 
-    def __init__(
-        self, model: LanguageModel, layers: list[nn.Module], *, first: bool, last: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: LanguageModel, number: int, *, last: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        assert model.architecture is not None
-        names = (*(model.architecture.first if first else ()), *(model.architecture.last if last else ()))
+        assert model.family is not None
+        names = (*(model.family.before if number == 0 else ()), *(model.family.after if last else ()))
         self.ends = nn.ModuleList(map(model.hf.get_submodule, names))
-        self.own = nn.ModuleList(layers)
-        self.whole, self.first, self.last, self.dtype = (model,), first, last, dtype  # a tuple: not a submodule
+        self.own = nn.ModuleList(model.stages[number].values())
+        self.whole, self.number, self.dtype = (model,), number, dtype  # a tuple: not a submodule
 
     def shard(self, **options: Any) -> None:
         """Shard each layer, then embedding or head; weights stay gathered from a step's first pass to its last."""
@@ -145,26 +144,27 @@ class Stage(nn.Module):
             fully_shard(layer, reshard_after_forward=False, **options)
         fully_shard(self, reshard_after_forward=False, **options)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, ids: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Return hidden states; all stages get the token `ids`, from which the class makes masks and positions."""
         (model,) = self.whole
-        positions = model.positions(x, positions)
+        received = None if self.number == 0 else x
         with model.autocast(x.device):
-            hidden = model.embed(x, positions) if self.first else x
-            hidden = model.layers(hidden, [*self.own], positions, documents)
-            return (model.finish(hidden) if self.last else hidden).to(self.dtype)
+            hidden = model.hidden(ids, positions, documents, stage=self.number, received=received)
+        return hidden.to(self.dtype)
 
 
 class Pipeline(TorchStrategy):
     def __init__(self, plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
-        assert model.architecture is not None
+        assert model.family is not None
         self.plan, self.pp, self.place = plan, mesh["pp"], plan.places[dist.get_rank()]
-        self.map = StageMap(plan, model.architecture)
+        self.map = StageMap(plan, model.family)
         self.last_stage = self.map.last_stage(dist.get_rank())
         self.is_sharded = plan.strategy == "fsdp"
         self.dtype = travels_in(plan) if self.is_sharded else model.residual or torch.float32  # of hidden states
         self.stages = {
-            stage: Stage(model, layers, first=stage == 0, last=stage == self.last_stage, dtype=self.dtype)
-            for stage, layers in model.stages.items()
+            stage: Stage(model, stage, last=stage == self.last_stage, dtype=self.dtype) for stage in model.stages
         }
         self.has_first, self.has_last = 0 in self.stages, self.last_stage in self.stages
         self.has_tied_copy = model.tied and self.has_last and not self.has_first
@@ -192,15 +192,14 @@ class Pipeline(TorchStrategy):
         self.built: tuple[int, Schedule1F1B | ScheduleInterleaved1F1B] | None = None
 
     def saved_names(self) -> dict[str, Tensor]:
-        assert self.model.architecture is not None
         if not self.has_tied_copy:
             return super().saved_names()
-        copy, embedding = f"{self.model.architecture.output}.weight", self._embedding
+        copy, embedding = f"{self.map.family.head}.weight", self._embedding
         return {embedding if name == copy else name: tensor for name, tensor in super().saved_names().items()}
 
     @property
     def _embedding(self) -> str:
-        return f"{self.map.architecture.embedding}.weight"
+        return f"{self.map.family.embedding}.weight"
 
     def ranks_with(self, name: str) -> Tensor:
         return torch.tensor(self.map.holders[self.map.layer_of(name)])
@@ -247,7 +246,7 @@ class Pipeline(TorchStrategy):
                 number,
                 self.last_stage + 1,
                 device,
-                input_args=ids if stage.first else hidden,
+                input_args=ids if number == 0 else hidden,
                 output_args=hidden,
                 group=self.pp.get_group(),
             )
@@ -257,9 +256,9 @@ class Pipeline(TorchStrategy):
             return Schedule1F1B(stages[0], plan.accumulation, loss_fn=self._weighted_loss, scale_grads=False)
         return ScheduleInterleaved1F1B(stages, plan.accumulation, loss_fn=self._weighted_loss, scale_grads=False)  # type: ignore[arg-type]
 
-    def _hidden_shape(self, rows: int, length: int) -> tuple[int, int, int]:
+    def _hidden_shape(self, rows: int, length: int) -> tuple[int, ...]:
         """Return the shape of the hidden states between stages: under sequence parallelism, of each tp rank's piece."""
-        return rows, length // self.model.sequence_pieces, self.plan.shape.width
+        return rows, length // self.model.sequence_pieces, *self.map.family.carried
 
     def _weighted_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         with self.model.autocast(hidden.device):
@@ -314,7 +313,8 @@ class Pipeline(TorchStrategy):
         return self.counted_once(losses), self.counted_once(right)
 
     def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
-        hidden = self._last_hidden(self.model.padded(inputs))
+        ids = self.model.padded(inputs)
+        hidden = self._last_hidden(ids, ids=ids)
         if hidden is None:
             logits = torch.empty((len(inputs), self.model.num_words), device=inputs.device)
         else:
@@ -363,7 +363,7 @@ def _concatenated(batches: list[Batch]) -> Batch:
 
 def _arguments(batch: Batch) -> dict[str, Tensor]:
     """Return the inputs of every stage besides the hidden states."""
-    given = {"positions": batch.positions, "documents": batch.documents}
+    given = {"ids": batch.inputs, "positions": batch.positions, "documents": batch.documents}
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -72,9 +72,12 @@ class TorchStrategy:
         self.parameters = list(self.trained.values())
         self.optimizer = build_adamw(model, train, fused=True, shards=self.parameters)
         self.norm_parameters = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
-        self.of_pieces: list[nn.Parameter] = []  # their gradient covers only this tp rank's pieces of sequences
-        if model.sequence_pieces > 1:
-            self.of_pieces = [p for name, p in self.trained.items() if name not in model.cuts]
+        self.of_pieces: list[
+            nn.Parameter
+        ] = []  # their gradient covers only this tp rank's pieces of sequences, or heads
+        if model.sequence_pieces > 1 or model.partial:
+            some = model.partial if model.sequence_pieces == 1 else self.trained.keys() - model.cuts.keys()
+            self.of_pieces = [p for name, p in self.trained.items() if name in some]
         self.load_weights(weights)
         for parameter in self.parameters:  # AdamW makes this state at its first step: a checkpoint may come earlier
             self.optimizer.state[parameter] = {

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.configs import inventory, tiny_config
-from training.models.language_model import build_model, hf_config
+from training.models.language_model import LanguageModel, build_model, hf_config
 from training.models.sizes import count_model, main
 from training.planner.job import Layout
 from training.planner.memory import rank_parameters, stage_parameters
@@ -109,6 +110,32 @@ def test_a_tp_rank_is_planned_with_what_it_holds(architecture: str, tied: bool, 
     job = job_of(plan.config, plan.shape, "fp32")
     layout = Layout("ddp", tp=2, pp=1, dp=1, micro_batch=1, accumulation=1)
     assert stage_parameters(job, layout) == sum(parameter.numel() for parameter in model.parameters())
+
+
+TINY = sizes(2, 32, 4, 2, 48, 258)
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("qwen3", {"head_dim": 16}),
+        ("mixtral", {"num_local_experts": 4}),
+        ("deepseek_v3", {**LATENT, **ROUTED, "v_head_dim": 8, "moe_intermediate_size": 16}),
+        ("starcoder2", {}),
+    ],
+)
+def test_a_tp_rank_of_any_family_is_planned_with_what_it_holds(
+    kind: str, more: dict[str, Any], fake_ranks: DeviceMesh
+) -> None:
+    """Not all is divided: norms, routers and latent attention's first matrices lie whole on each rank."""
+    settings = AutoConfig.for_model(kind, **{**TINY, **more})
+    planned = count_model(settings, objective="causal").sizes
+    model = LanguageModel(AutoModelForCausalLM.from_config(settings, dtype=torch.float32), precision="fp32")
+    assert sum(parameter.numel() for parameter in model.parameters()) == planned.parameters
+    shard_matrices(model, fake_ranks)
+    assert sum(parameter.numel() for parameter in model.parameters()) == planned.parameters - planned.cut / 2
 
 
 def test_stages_of_unlike_layers_have_what_lies_in_them() -> None:

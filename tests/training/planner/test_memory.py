@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.planner_vs_published import MEGATRON, compared, coverage, ranges, shape_of, summary
 from benchmarks.support.published import models, rows
 from tests.support.configs import inventory, tiny_config
-from training.models.architectures import layers_of
+from training.models.family import layers_of
 from training.models.language_model import build_model
 from training.planner.cluster import Cluster, Ring, cluster_of
 from training.planner.cost_model import our_cost_model

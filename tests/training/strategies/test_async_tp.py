@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.configs import inventory, tiny_config
-from training.models.architectures import layers_of
+from training.models.family import layers_of
 from training.models.language_model import build_model
 from training.planner.plan import make_plan
 from training.strategies.async_tp import use_async_tp

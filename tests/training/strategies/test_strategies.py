@@ -68,7 +68,7 @@ def final(plan_path: Path) -> TensorFiles:
     return TensorFiles(max((plan_path.parent / "checkpoints").iterdir()), "model")
 
 
-def assert_equal_training(expected: Path, got: Path) -> None:
+def assert_equal_training(expected: Path, got: Path, *, bound: float = WEIGHT_BOUND) -> None:
     one, many = losses(expected), losses(got)
     assert one.keys() == many.keys()
     assert max(abs(one[step] - many[step]) for step in one) < LOSS_BOUND * one[1]
@@ -76,7 +76,7 @@ def assert_equal_training(expected: Path, got: Path) -> None:
     assert set(ours) == set(theirs)
     for name in ours:
         difference = (ours[name] - theirs[name]).abs().max().item()
-        assert difference < WEIGHT_BOUND, f"{name} differs by {difference}"
+        assert difference < bound, f"{name} differs by {difference}"
     assert written(got) == written(expected)
 
 

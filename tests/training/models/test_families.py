@@ -1,0 +1,199 @@
+"""Types of models with little in common train under every mesh as one process trains them, or are refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from tests.support.families import UNLIKE, is_masked, tiny_config
+from tests.support.layouts import LAYOUTS
+from tests.support.ranks import losses, run_ranks
+from tests.support.repository import REPO
+from tests.support.tiny_shards import VOCAB
+from tests.training.strategies.test_strategies import COMMON, DATA, SMALL, WEIGHT_BOUND, assert_equal_training
+from training.facts.families import can
+from training.models.family import Tail, family_of
+from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
+
+STEPS = 6
+
+
+def admitted(*types: str) -> dict[str, Any]:
+    """What the admission test counts."""
+    command = [sys.executable, "-m", "tests.support.families", *types]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["silently_wrong"] == 0, done.stderr
+    return found
+
+
+@pytest.mark.slow
+def test_a_dozen_unlike_types_are_equal_as_the_table_says() -> None:
+    found = admitted(*UNLIKE)
+    assert found["equal_pp"] == found["equal_tp"] == found["equal_pp_tp"] == found["types"] >= 9
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_nearly_every_type_that_has_a_plan_is_equal() -> None:
+    found = admitted()
+    assert found["equal_pp"] >= 0.92 * found["types"]
+    assert found["equal_tp"] >= 0.92 * found["types"]
+    assert found["equal_pp_tp"] >= 0.87 * found["types"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """folder("gemma3_text"): the config.json of a tiny model of that type; made once."""
+    made = tmp_path_factory.mktemp("families")
+
+    def save(model_type: str) -> Path:
+        config = tiny_config(model_type)
+        config.save_pretrained(made / model_type)
+        return made / model_type
+
+    return save
+
+
+def settings(model_type: str, path: Path) -> dict[str, Any]:
+    kind = "bert" if is_masked(model_type) else "path"
+    more = {"train__steps": STEPS, "evaluation__samples_while_training": 0, "evaluation__prompts": []}
+    return COMMON | SMALL | more | {"model__architecture": kind, "model__path": str(path)}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Callable[[str], Path], make_run: Callable[..., Path]) -> Callable[..., Path]:
+    made: dict[str, Path] = {}
+
+    def run(model_type: str, packing: str = "stream") -> Path:
+        name = f"alone {model_type} {packing}"
+        if name not in made:
+            config = settings(model_type, folder(model_type)) | {
+                "parallel__strategy": "single",
+                "train__micro_batch": 8,
+            }
+            made[name] = make_run(name, **config | DATA[packing])
+            run_ranks(made[name])
+        return made[name]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout", "packing"),
+    [
+        ("qwen3_moe", "pp interleaved", "stream"),
+        pytest.param("gemma3_text", "tp", "stream", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", "fsdp x tp x pp", "stream", marks=pytest.mark.long),
+        pytest.param("gemma2", "cp", "stream", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "fsdp", "uneven", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "zero3", "stream", marks=pytest.mark.slow),
+        pytest.param("granite", "unequal pp", "stream", marks=pytest.mark.slow),
+        pytest.param("qwen3", "sp", "stream", marks=pytest.mark.slow),
+        pytest.param("cohere2", "dp x tp", "uneven", marks=pytest.mark.long),
+        pytest.param("lfm2", "zero1 x pp", "stream", marks=pytest.mark.long),
+        pytest.param("modernbert", "fsdp x pp", "stream", marks=pytest.mark.long),
+        pytest.param("roberta", "pp", "stream", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_train_a_family_as_one_process_does(
+    model_type: str,
+    layout: str,
+    packing: str,
+    folder: Callable[[str], Path],
+    alone: Callable[..., Path],
+    make_run: Callable[..., Path],
+) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    config = settings(model_type, folder(model_type)) | DATA[packing] | overrides
+    plan_path = make_run(f"{model_type} {layout} {packing}", ranks=ranks, **config)
+    run_ranks(plan_path)
+    expected = alone(model_type, packing)
+    # Gemma scales norms by 1 + weight: gradients are unlike in size, and AdamW magnifies rounding more.
+    assert_equal_training(expected, plan_path, bound=5 * WEIGHT_BOUND)
+    assert losses(plan_path)[STEPS] < losses(plan_path)[1]
+
+
+def tiny(model_type: str) -> Any:
+    auto = AutoModelForMaskedLM if is_masked(model_type) else AutoModelForCausalLM
+    return auto.from_config(tiny_config(model_type))
+
+
+def test_what_a_model_is_made_of_is_found() -> None:
+    gemma, gpt2, bert = (family_of(tiny(model_type)) for model_type in ("gemma3_text", "gpt2", "bert"))
+    assert gemma is not None
+    assert (gemma.layers, gemma.before, gemma.after) == (
+        "model.layers",
+        ("model.embed_tokens",),
+        ("model.norm", "lm_head"),
+    )
+    assert gemma.tail == Tail(cap=30.0)
+    assert gemma.styles["model.layers.3.self_attn.q_norm"] == "replicated_with_grad_allreduce"
+    assert gpt2 is not None
+    assert gpt2.before == ("transformer.wte", "transformer.wpe")
+    assert gpt2.styles["transformer.h.0.attn.c_attn"] == "packed_colwise 3"
+    assert bert is not None
+    assert bert.head == "cls.predictions.decoder"
+    assert bert.before[-1] == "bert.embeddings.LayerNorm"
+
+
+@pytest.mark.parametrize("model_type", ["albert", "hrm_text"])
+def test_layers_that_form_no_chain_are_no_family(model_type: str) -> None:
+    """ALBERT calls one layer several times, HRM its layers in two loops."""
+    assert family_of(tiny(model_type)) is None
+    assert not can(model_type, "pp")
+
+
+@pytest.mark.parametrize("tail", [Tail(scale=0.25), Tail(cap=3.0), Tail(scale=4.0, cap=2.0)])
+def test_the_loss_in_chunks_has_the_tail_of_its_class(tail: Tail) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 16, requires_grad=True), torch.randn(150, 16, requires_grad=True)
+    targets = torch.randint(150, (40,))
+    targets[3] = -100
+    logits = tail(hidden @ weight.t())
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    got = linear_cross_entropy(hidden, weight, None, targets, tail=tail)
+    assert got.item() == pytest.approx(expected.item(), rel=1e-6)
+    for mine, theirs in zip(
+        torch.autograd.grad(got, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    by_token, _ = linear_scores(hidden.detach(), weight.detach(), None, targets, tail=tail)
+    assert by_token.sum().item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "words"),
+    [
+        ("bloom", {"train__packing": "documents"}, "a bloom model cannot: its forward takes no positions"),
+        ("opt", {"parallel__tp": 2}, "a opt model cannot be split by parallel.tp = 2: transformers has no tensor-"),
+        ("albert", {"parallel__pp": 2}, "albert model cannot be split by parallel.pp = 2: its layers are no chain"),
+    ],
+)
+def test_what_a_type_cannot_do_is_refused_by_its_name(
+    model_type: str,
+    overrides: dict[str, Any],
+    words: str,
+    folder: Callable[[str], Path],
+    make_run: Callable[..., Path],
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_run("refused", ranks=2, **settings(model_type, folder(model_type)) | overrides)
+
+
+def test_masked_and_next_words_have_one_cure_each(folder: Callable[[str], Path], make_run: Callable[..., Path]) -> None:
+    for model_type in ("xlm-roberta", "modernbert"):
+        config = settings(model_type, folder(model_type))
+        with pytest.raises(ValueError, match=r"set model\.architecture=bert"):
+            make_run("path", **config | {"model__architecture": "path"})
+        make_run(f"{model_type} planned", **config)
+    assert AutoConfig.from_pretrained(folder("modernbert")).vocab_size != VOCAB, "the corpus decides"
