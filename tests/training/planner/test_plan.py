@@ -225,6 +225,16 @@ def test_a_model_without_a_tensor_plan_is_told_which_strategies_it_can_have() ->
         make_plan(config, inventory(2), hf_config=opt.to_dict(), hf_shape=shape)
 
 
+@pytest.mark.parametrize("packing", ["documents", "best-fit"])
+def test_documents_are_kept_apart_only_by_classes_that_can(packing: str) -> None:
+    config = tiny_config(
+        model__architecture="path", model__path="somewhere", model__dropout=0.0, train__packing=packing
+    )
+    bloom = AutoConfig.for_model("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=61)
+    with pytest.raises(ValueError, match=rf"packing={packing} .* a bloom model cannot: its forward takes no positions"):
+        make_plan(config, inventory(2), hf_config=bloom.to_dict(), hf_shape=count_model(bloom, objective="causal"))
+
+
 def test_a_type_that_nobody_tested_is_not_split() -> None:
     config = tiny_config(model__architecture="path", model__path="somewhere", model__dropout=0.0, parallel__pp=2)
     llama = AutoConfig.for_model("llama", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=61)
