@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
                 module.register_forward_hook(lambda module, args, result: result.to(args[0].dtype))
         if not isinstance(embedding := self.hf.get_submodule(self.family.embedding), Zeros):
             embedding.register_forward_hook(lambda module, args, rows: rows.to(torch.bfloat16))
-        layers_of(self.hf)[0].register_forward_pre_hook(lambda layer, args: (args[0].to(torch.bfloat16), *args[1:]))
+        layers_of(self.hf)[0].register_forward_pre_hook(_in_bf16, with_kwargs=True)
 
     def share_context(self, group: dist.ProcessGroup) -> None:
         """Compute only this rank's tokens of each sequence from now on; callers still pass whole sequences."""
@@ -290,6 +290,12 @@ def _is_text(documents: Tensor) -> Tensor:
     """
     is_text = documents != PADDING
     return (is_text | ~is_text.any()).long()
+
+
+def _in_bf16(layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (args[0].to(torch.bfloat16), *args[1:]), named
+    return args, named | {"hidden_states": named["hidden_states"].to(torch.bfloat16)}
 
 
 def _head_width(shape: Any) -> int:

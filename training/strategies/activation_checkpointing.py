@@ -57,8 +57,8 @@ def compile_layers(model: LanguageModel, *, one_shape: bool, device_kind: str) -
     torch._dynamo.config.recompile_limit = max(8, 4 * len(layers))  # layers may differ by a constant (GPT-2's can)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=dynamic)
-    for name in [] if model.family is None else model.family.before_head:
-        module = model.hf.get_submodule(name)
+    norms, here = [] if model.family is None else model.family.before_head, dict(model.hf.named_modules())
+    for module in (here[name] for name in norms if name in here):  # only the last pipeline stage has them
         module.forward = torch.compile(module.forward, fullgraph=True, dynamic=dynamic)
     if device_kind == "cuda":
         model.softmax = torch.compile(fused_softmax_, fullgraph=True, dynamic=dynamic)

@@ -76,7 +76,7 @@ def test_weights_and_gradients_travel_as_often_as_the_plan_says(
     def look_at_embedding(head: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         freed.append(isinstance(model.hf.get_input_embeddings().weight, DTensor))
 
-    model.get_submodule("head").register_forward_pre_hook(look_at_embedding)
+    model.hf.get_submodule("model.norm").register_forward_pre_hook(look_at_embedding)
     ids = torch.zeros(1, plan.config.train.context, dtype=torch.int64)
     share = Share([Batch(ids, ids)] * MICRO_BATCHES, num_targets=2 * MICRO_BATCHES * ids.numel())
     for _ in range(2):  # the first step makes what later ones use again
