@@ -72,9 +72,8 @@ class TorchStrategy:
         self.parameters = list(self.trained.values())
         self.optimizer = build_adamw(model, train, fused=True, shards=self.parameters)
         self.norm_parameters = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
-        self.of_pieces: list[
-            nn.Parameter
-        ] = []  # their gradient covers only this tp rank's pieces of sequences, or heads
+        # Their gradient covers only this tp rank's pieces of sequences, or heads.
+        self.of_pieces: list[nn.Parameter] = []
         if model.sequence_pieces > 1 or model.partial:
             some = model.partial if model.sequence_pieces == 1 else self.trained.keys() - model.cuts.keys()
             self.of_pieces = [p for name, p in self.trained.items() if name in some]
