@@ -75,17 +75,33 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_STORE = StoreConfig()
-# Part of the fingerprint: increase it when equal inputs give other shards than before. Since 2, chunks are cut by file
-# and byte, and documents of text and JSON lines are identified by their byte, not by their line.
-FORMAT_VERSION = 2
-DRAWN = "drawn from all over the training text"  # in the fingerprint; without it, the sample is the corpus's first text
-# With data.on_error=skip it is part of the fingerprint: increase it when readers take documents that they skipped.
-READERS = 2
+
+
+@dataclass(frozen=True)
+class _Format:
+    """What decides, beside text and settings, which tokens come of a corpus: a part of the fingerprint.
+
+    Increase `version` when equal inputs give other shards than before. Since 2, chunks are cut by file and byte, and
+    documents of text and JSON lines are identified by their byte, not by their line. Increase `readers` when readers
+    take documents that data.on_error=skip left out. `sample`: where a drawn sample for the tokenizer is from; one that
+    is not drawn is the corpus's first text.
+    """
+
+    version: int = 2
+    readers: int = 2
+    sample: str = "drawn from all over the training text"
+
+
+TODAY = _Format()
+# Finished shards of these are used as they are, so that their runs can be resumed.
+OLDER = (
+    _Format(version=1, readers=1),
+    _Format(readers=1),
+    _Format(readers=1, sample="drawn from all over the corpus"),
+)
 MOST_SEARCHED = 2**20  # bytes of a .tsv file in which quotes are looked for
 IN_QUOTES = re.compile(rb'(?:^|(?<=\t))"((?>(?:[^"\t\n]++|"")*))"(?=[\t\r\n]|$)', re.MULTILINE)  # a field of a .tsv
 SURVEY = "survey"  # folder, beside the shards while they are made
-# Finished shards of these versions are used as they are, so that their runs can be resumed.
-OLDER = ({"version": 1, "readers": 1}, {"version": FORMAT_VERSION, "readers": 1})
 
 
 def prepare_corpus(
@@ -139,12 +155,13 @@ def _prepare_one(
 ) -> tuple[Path, TokenShards]:
     """Return the shards of one corpus, with its own tokenizer or a pretrained one."""
 
-    def place(corpus: Corpus, **how: int) -> tuple[Path, str]:
-        fingerprint = _fingerprint(corpus, specials, content_hash(pretrained), **how)
+    def place(corpus: Corpus, made: _Format = TODAY) -> tuple[Path, str]:
+        fingerprint = _fingerprint(corpus, specials, content_hash(pretrained), made)
         return tokens_home.absolute() / fingerprint[:16], fingerprint
 
     corpus = _with_rule(corpus, lambda corpus: place(corpus)[0])
-    drawing, older = replace(corpus, draws=True), [place(replace(corpus, joins=False), **how) for how in OLDER]
+    drawing = replace(corpus, draws=True)
+    older = [place(replace(each, joins=False), made) for made in OLDER for each in (corpus, drawing)]
     if found := _first_finished([place(corpus), place(drawing)], older=older):
         folder, manifest = found
         return folder, corpus.with_files_left_out(manifest)
@@ -216,7 +233,7 @@ def _prepare_mixture(
         fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained, **how)
         return tokens_home.absolute() / fingerprint[:16], fingerprint
 
-    older = [place(**how, joins=False) for how in OLDER]
+    older = [place(made=made, draws=draws, joins=False) for made in OLDER for draws in (False, True)]
     if found := _first_finished([place(), place(draws=True)], older=older):
         return found
     for corpus in corpora:
@@ -248,7 +265,8 @@ def _prepare_mixture(
             shutil.copytree(parts[0][0] / "tokenizer", folder / ".tokenizer.part")
             (folder / ".tokenizer.part").rename(folder / "tokenizer")
         _check_same_tokenizer(names, parts)
-        manifest = _manifest_of_mixture(names, parts, fingerprint, tokenizer=folder / "tokenizer" / "tokenizer.json")
+        tokenizer = folder / "tokenizer" / "tokenizer.json"
+        manifest = _manifest_of_mixture(names, parts, fingerprint, encoding, tokenizer=tokenizer)
         manifest = manifest.model_copy(update={"tokenizer": f"{data.tokenizer.kind}, {manifest.vocab_size:,} tokens"})
         manifest.write(folder / MANIFEST)
         shutil.rmtree(folder / SURVEY, ignore_errors=True)
@@ -261,27 +279,20 @@ def _fingerprint_of_mixture(
     specials: Specials,
     pretrained: PreTrainedTokenizerFast | None,
     *,
-    version: int = FORMAT_VERSION,
-    readers: int = READERS,
+    made: _Format = TODAY,
     draws: bool = False,
     joins: bool = True,
 ) -> str:
     fingerprints = [
-        _fingerprint(
-            replace(part, joins=part.joins and joins),
-            specials,
-            content_hash(pretrained),
-            version=version,
-            readers=readers,
-        )
+        _fingerprint(replace(part, joins=part.joins and joins), specials, content_hash(pretrained), made)
         if isinstance(part, Corpus)
         else part.manifest.fingerprint
         for part in given
     ]
     identity = {
-        "format": version,
+        "format": made.version,
         "parts": list(zip(names, fingerprints, strict=True)),
-        **({"sample": DRAWN} if draws else {}),
+        **({"sample": made.sample} if draws else {}),
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
@@ -296,7 +307,12 @@ def _apart(corpora: list[Corpus]) -> Iterator[Corpus]:
 
 
 def _manifest_of_mixture(
-    names: tuple[str, ...], parts: list[tuple[Path, TokenShards]], fingerprint: str, *, tokenizer: Path
+    names: tuple[str, ...],
+    parts: list[tuple[Path, TokenShards]],
+    fingerprint: str,
+    encoding: TextEncoding,
+    *,
+    tokenizer: Path,
 ) -> TokenShards:
     """Return one manifest of all parts: shards with the paths of their own folders, sources under the part's name."""
     beside = tokenizer.parent.parent
@@ -312,10 +328,13 @@ def _manifest_of_mixture(
             shards.append(shard.model_copy(update=place))
         sources += [file.model_copy(update={"name": f"{name}/{file.name}"}) for file in manifest.sources]
     manifests = [manifest for _, manifest in parts]
-    return manifests[0].model_copy(
+    return manifests[
+        0
+    ].model_copy(
         update={
             "fingerprint": fingerprint,
             "parts": names,
+            "text_encoding": encoding,  # a part may record another one that gave the same tokens
             "sources": tuple(sources),
             "tokenizer_sha256": sha256_file(tokenizer),
             "split_rule": "; ".join(f"{name}: {each.split_rule}" for name, each in zip(names, manifests, strict=True)),
@@ -558,14 +577,7 @@ def _sample_bytes(data: DataConfig, num_corpora: int) -> int:
     return data.tokenizer.sample_mib * 2**20 // num_corpora
 
 
-def _fingerprint(
-    corpus: Corpus,
-    specials: Specials,
-    pretrained_hash: str,
-    *,
-    version: int = FORMAT_VERSION,
-    readers: int = READERS,
-) -> str:
+def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, made: _Format = TODAY) -> str:
     """Return a hash of everything that determines the tokens: content and settings, but neither paths nor workers."""
     data, left_out = corpus.data, {"path", "sources", "phases", "hub_revision", "processes", "engine", "streaming"}
     left_out |= {"validation_path", "include", "exclude"}  # the sources say what they choose
@@ -576,31 +588,28 @@ def _fingerprint(
         if getattr(data, field) == DataConfig.model_fields[field].default:
             settings.pop(field)
     identity = {
-        "format": version,
+        "format": made.version,
         "sources": [source.record.model_dump() for source in corpus.sources],
         "settings": settings,
         "specials": [specials.end, specials.mask],
         "pretrained": pretrained_hash,
     }
     if corpus.draws and data.tokenizer.kind == "bpe":
-        identity["sample"] = DRAWN
+        identity["sample"] = made.sample
     if corpus.holds_special:
         identity["special_tokens"] = corpus.encoding.special_tokens
     if corpus.encoding.bos:
         identity["bos"] = corpus.encoding.bos
     if corpus.joins and (corpus.total_bytes is None or corpus.total_bytes > LONGEST_PIECE):
         identity["long_documents"] = "as a whole"  # until they were, each piece began with a space
-    if data.on_error == "skip" and readers > 1:
-        identity["readers"] = readers
+    if data.on_error == "skip" and made.readers > 1:
+        identity["readers"] = made.readers
     if held_out := sum(source.held_out for source in corpus.sources):
         identity["held_out"] = held_out
     if any(has_quotes for has_quotes, _ in corpus.quotes_in_tables):
         identity["tsv"] = "quotes are text"  # until they were, other tokens came of the same file
     if corpus.earlier:
-        identity["earlier"] = [
-            _fingerprint(earlier, specials, pretrained_hash, version=version, readers=readers)
-            for earlier in corpus.earlier
-        ]
+        identity["earlier"] = [_fingerprint(each, specials, pretrained_hash, made) for each in corpus.earlier]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

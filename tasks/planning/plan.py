@@ -304,8 +304,9 @@ def _layout(plan: RunPlan) -> dict[str, int]:
 def _check_same_tokens(kept: RunPlan, shards: TokenShards) -> None:
     if kept.shards_fingerprint != shards.fingerprint:
         raise ValueError(
-            f"the corpus has changed since {kept.run_id} was planned (tokens {shards.fingerprint[:12]}, "
-            f"planned with {kept.shards_fingerprint[:12]}): restore the files, or start a new run"
+            f"the tokens are not those that {kept.run_id} was planned with ({shards.fingerprint[:12]}, planned with "
+            f"{kept.shards_fingerprint[:12]}): the corpus has changed, or this version reads it otherwise; restore the "
+            "files or the version, or start a new run"
         )
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from tasks.data import corpus
 from tests.support import text_cases
 from tests.support.text_cases import FOREIGN, HELLOS, json_lines, write_languages
 from tests.support.tiny_corpus import prepare
+from training.config.data import DataConfig
 from training.records.token_shards import TokenShards
 from training.shards.format import SPLITS
 
@@ -89,6 +91,17 @@ def test_a_tokenizer_learns_from_all_over_the_corpus(tmp_path: Path, packed: boo
     assert per_token[chinese[:1]] > 1.2  # it was 0.33 when the first MiB was taken
     assert per_token[english[:1]] > 2
     assert prepare(tmp_path, root, kind="bpe", tokenizer=options, shard_mib=shard_mib)[0] == folder
+
+
+def test_shards_whose_sample_an_earlier_version_drew_are_used(tmp_path: Path) -> None:
+    """Else the runs that were trained on them could not be resumed."""
+    options = {"path": str(write_languages(tmp_path / "languages", words=6_000)), "shard_mib": 1}
+    data = DataConfig.model_validate(options | {"tokenizer": {"kind": "bpe", "vocab_size": 600, "sample_mib": 1}})
+    with pytest.MonkeyPatch.context() as earlier:
+        earlier.setattr(corpus, "TODAY", corpus.OLDER[-1])
+        folder, shards = corpus.prepare_corpus(data, tokens_home=tmp_path / "tokens")
+    assert corpus.prepare_corpus(data, tokens_home=tmp_path / "tokens") == (folder, shards)
+    assert corpus.prepare_corpus(data, tokens_home=tmp_path / "none")[0].name != folder.name
 
 
 @pytest.mark.parametrize("options", [{"split": "tail", "validation_fraction": 0.8}, {"validation_path": "valid"}])

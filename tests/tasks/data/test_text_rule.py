@@ -125,6 +125,20 @@ def test_shards_of_another_rule_are_refused_in_a_mixture(tmp_path: Path) -> None
     assert shards.special_as_tokens == 0
 
 
+def test_the_manifest_of_a_mixture_records_the_rule_of_the_mixture(tmp_path: Path) -> None:
+    """Its first source was tokenized under another rule, which gave the same tokens."""
+    tokenizer = chatml(tmp_path / "chatml")
+    words, chats = (
+        write_json_lines(tmp_path / name, texts) for name, texts in (("a.jsonl", WORDS), ("b.jsonl", TURNS))
+    )
+    shards_of(tmp_path, words, tokenizer, special_tokens_in_text="none")
+    sources = [{"path": str(words), "name": "words"}, {"path": str(chats), "name": "chats"}]
+    config = {"sources": sources, "tokenizer": {"kind": "pretrained", "path": str(tokenizer)}}
+    folder, shards = prepare_corpus(DataConfig.model_validate(config), tokens_home=tmp_path / "tokens")
+    assert shards.encoding.rule == "template"
+    assert TokenShards.read(folder / "manifest.json").text_encoding == shards.text_encoding
+
+
 @pytest.mark.parametrize(
     ("bos", "continued", "begins"), [("auto", False, 0), ("auto", True, 1), ("yes", False, 1), ("no", True, 0)]
 )
