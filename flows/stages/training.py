@@ -40,7 +40,7 @@ from tasks.planning.describe import describe_plan
 from tasks.planning.pretrained import check_tokenizer, check_weights
 from tasks.promotion.gates import is_refusal
 from tasks.promotion.register import register_model
-from tasks.registry.models import resolve
+from tasks.registry.models import example_prompt, resolve
 from tasks.registry.tags import TAG_CHARS
 from tasks.reports.export_latency import (
     describe_precisions,
@@ -69,7 +69,6 @@ from training.records.record import write_atomically
 from training.records.results import EvalReport, ExportedModel, LatencyReport, PrecisionQuality, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
-from training.shards.prompts import sample_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -364,9 +363,9 @@ def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
     if plan.config.objective == "masked":
         return ""
     wanted = plan.config.evaluation
-    prompt = next(filter(None, sample_prompts(plan.config, Path(plan.shards_dir))), "")
     with timed(run, "generate"), time_progress("generating from the registered model"):
         resolved = resolve(f"{model.name}/{model.version}", tracking_uri=tracking_uri(), cache_dir=home() / "models")
+        prompt = example_prompt(resolved.records_dir)
         try:
             with closing(open_engine(resolved.export_dir)) as engine:
                 return prompt + engine.generate(

@@ -35,7 +35,7 @@ from tasks.data.sources import (
     LISTING_THREADS,
     SkippedDocuments,
     Source,
-    content_problem,
+    check_contents,
     find_sources,
 )
 from tasks.data.split import SplitRule, choose_rule, split_pieces
@@ -463,15 +463,7 @@ class Corpus:
 
         Files behind URLs are looked at when they are read.
         """
-        if self.data.on_error == "skip":
-            return
-        for left_out in self.skipped_sources.left_out:
-            if left_out.refused:
-                raise ValueError(f"{left_out.example} is an archive: {left_out.why}")
-        cure = "; or set data.on_error=skip to leave such files out and count them" if len(self.sources) > 1 else ""
-        for source in self.sources:
-            if not source.remote and (problem := content_problem(source)):
-                raise ValueError(f"{source.name} {problem}{cure}")
+        check_contents(self.sources, self.skipped_sources)
 
     @functools.cached_property
     def survey(self) -> Survey:

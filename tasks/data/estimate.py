@@ -12,7 +12,8 @@ from tasks.data.chunks import Chunk, cut_chunks
 from tasks.data.encoder import load_tokenizer
 from tasks.data.readers import Piece, Span, read_spans
 from tasks.data.sample import draw
-from tasks.data.sources import SkippedDocuments, Source, find_sources
+from tasks.data.sharding import unknown_characters
+from tasks.data.sources import SkippedDocuments, Source, check_contents, find_sources
 from tasks.data.tokenizer import load_pretrained, save_tokenizer, special_tokens, text_encoding
 from tasks.planning.text import TextEstimate
 from training.config.run import DataConfig, RunConfig
@@ -48,6 +49,7 @@ class _Watched(Source):
 def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
     skipped = SkippedDocuments(data.on_error)
     sources = find_sources(data, skipped, hashed=False)
+    check_contents(sources, skipped)
     chunks = cut_chunks(sources, data)
     chosen = [chunks[len(chunks) * n // CHUNKS_READ] for n in range(CHUNKS_READ)]
     chosen = list(dict.fromkeys(chosen)) if len(chunks) > CHUNKS_READ else chunks
@@ -65,7 +67,8 @@ def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
     times = max(1.0, sum(chunk.num_bytes for chunk in chunks) / read_bytes)
     sample = draw(texts, ENCODED_BYTES)
     sample_bytes = len("".join(sample).encode())
-    per_byte = _tokens_per_byte(data, sample, learns_from_all=text_bytes <= ENCODED_BYTES, masked=masked)
+    with unknown_characters(source.name for source in sources):
+        per_byte = _tokens_per_byte(data, sample, learns_from_all=text_bytes <= ENCODED_BYTES, masked=masked)
     tokens = times * (per_byte * text_bytes + documents)
     held_out = sum(source.record.num_bytes for source in sources if source.held_out) / max(1, file_bytes)
     train = 1 - (held_out if data.validation_path else data.validation_fraction)

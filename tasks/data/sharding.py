@@ -47,7 +47,7 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
     losses: list[Losses] = []
     characters, special = 0, Counter[bool]()
     for part, passages_of_part in enumerate(_cut(passages, num_bytes=work.data.shard_mib * 2**20)):
-        with _naming(chunk):
+        with unknown_characters(span.source.name for span in chunk.spans):
             shards += _write_shards(work, chunk.index, part, passages_of_part, losses)
         characters += sum(len(passage.text) for passage in passages_of_part)
         special.update(_special_tokens(work.tokenizer, passages_of_part))
@@ -70,14 +70,14 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
 
 
 @contextlib.contextmanager
-def _naming(chunk: Chunk) -> Iterator[None]:
-    """Name the files of a chunk that `tokenizers` cannot encode; it raises bare Exceptions."""
+def unknown_characters(files: Iterable[str]) -> Iterator[None]:
+    """Name the files that `tokenizers` cannot encode; it raises bare Exceptions."""
     try:
         yield
     except Exception as error:
         if type(error) is not Exception:
             raise
-        names = list(dict.fromkeys(span.source.name for span in chunk.spans))
+        names = list(dict.fromkeys(files))
         raise ValueError(
             f"the tokenizer cannot encode text of {', '.join(names[:3])}{' …' if names[3:] else ''} ({error}): take "
             "one that is byte-level or has an unknown token, or train one on this text with data.tokenizer.kind=bpe"

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -301,6 +301,19 @@ def _source(name: str, path: Path, encoding: str, hashed: bool) -> Source:
     record = SourceFile(name=name, num_bytes=path.stat().st_size, sha256=sha256_file(path) if hashed else "")
     source = Source(path, FORMATS.get(suffix, "text"), compression, record, encoding)
     return replace(source, problem=content_problem(source))
+
+
+def check_contents(sources: Sequence[Source], skipped: SkippedDocuments) -> None:
+    """Raise ValueError, unless data.on_error=skip, for archives beside the sources and for files that are no text."""
+    if skipped.on_error == "skip":
+        return
+    for left_out in skipped.left_out:
+        if left_out.refused:
+            raise ValueError(f"{left_out.example} is an archive: {left_out.why}")
+    cure = "; or set data.on_error=skip to leave such files out and count them" if len(sources) > 1 else ""
+    for source in sources:
+        if not source.remote and (problem := content_problem(source)):
+            raise ValueError(f"{source.name} {problem}{cure}")
 
 
 def content_problem(source: Source) -> str:

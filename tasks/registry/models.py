@@ -42,8 +42,15 @@ class ResolvedModel:
 
 
 def example_prompt(records_dir: Path) -> str:
-    """Return a prompt of the kind of text that a version learned from: of its own samples, the first that has words."""
-    samples = EvalReport.read(records_dir / "eval.json").samples
+    """Return a prompt of the kind of text that a version learned from: of its own samples, the first that has words.
+
+    It is empty for the records of another version of Shardline, which may not be read.
+    """
+    try:
+        samples = EvalReport.read(records_dir / "eval.json").samples
+    except (OSError, ValueError) as error:
+        logger.warning("no example of a prompt: %s", error)
+        return ""
     return next((sample.prompt for sample in samples if sample.prompt), "")
 
 

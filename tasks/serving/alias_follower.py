@@ -92,8 +92,8 @@ class AliasFollower:
 
     def _load(self, ref: str) -> ServedVersion:
         model = resolve(ref, tracking_uri=self.tracking_uri, cache_dir=self.cache_dir)
-        engine = open_engine(model.export_dir, self.inference, rows=self.rows)
         example = example_prompt(model.records_dir)
+        engine = open_engine(model.export_dir, self.inference, rows=self.rows)
         return ServedVersion(model.name, model.version, engine, model.export_dir, example=example)
 
     def refresh(self) -> None:

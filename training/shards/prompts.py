@@ -51,9 +51,10 @@ def first_words(shards_dir: Path, tokenizer: Tokenizer) -> tuple[str, ...]:
         begins = start + np.flatnonzero(np.diff(stream.document_ids(start, upto), prepend=-1))
         chosen = np.linspace(0, len(begins), max(1, DOCUMENTS // len(parts)), endpoint=False).astype(int)
         for begin in dict.fromkeys(begins[chosen].tolist()):
-            tokens = stream.read(begin, min(stop, begin + FIRST_TOKENS)).tolist()
-            if stream.manifest.end_id in tokens:
-                tokens = tokens[: tokens.index(stream.manifest.end_id)]
+            end, tokens = stream.manifest.end_id, stream.read(begin, min(stop, begin + FIRST_TOKENS)).tolist()
+            tokens = tokens[tokens[:1] == [end] :]  # some documents begin with the token that ends others
+            if end in tokens:
+                tokens = tokens[: tokens.index(end)]
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             prompts.append(_words(text, starts_mid_word=starts_mid_word and begin == start))
     return tuple(dict.fromkeys(filter(None, prompts)))

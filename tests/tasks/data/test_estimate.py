@@ -71,3 +71,18 @@ def test_a_small_corpus_is_counted_and_the_plan_says_what_is_left_out(tmp_path: 
     assert first.startswith(f"text: {folder}: 40 documents in 1 file, 0.1 MB, about {tokens} tokens (from a sample of ")
     assert first.endswith("to train on: about 2.5 epochs")
     assert second.startswith("text: left out 1 file (.dat, 0.0 MB, such as notes.dat)")
+
+
+def test_what_would_stop_the_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text of its own\n" * 40)
+    (tmp_path / "more.zip").write_bytes(b"PK\x03\x04" + b"\0" * 100)
+    config = RunConfig.model_validate({"data": {"path": str(tmp_path), "tokenizer": {"kind": "bytes"}}})
+    with pytest.raises(ValueError, match=r"more\.zip is an archive"):
+        estimate_text(config)
+    (tmp_path / "more.zip").unlink()
+    letters = prepare(tmp_path, write(tmp_path, "jsonl", ["only these letters"]), kind="characters", split="all")[0]
+    pretrained = {"kind": "pretrained", "path": str(letters / "tokenizer")}
+    data = {"path": str(tmp_path / "a.txt"), "tokenizer": pretrained}
+    (tmp_path / "a.txt").write_text("OTHER LETTERS\n" * 40)
+    with pytest.raises(ValueError, match=r"the tokenizer cannot encode text of a\.txt .* take one that is byte-level"):
+        estimate_text(RunConfig.model_validate({"data": data}))

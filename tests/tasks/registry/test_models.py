@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 from safetensors.numpy import load_file, save_file
 
 from tasks.promotion.register import register_model
-from tasks.registry.models import lineage, resolve
+from tasks.registry.models import example_prompt, lineage, resolve
 from tasks.tracking.client import CLIENT_ENVIRONMENT, registry_client
 from tasks.workspace.paths import keep_password_apart, tracking_uri
 from tests.support.mlflow_store import Store
@@ -169,3 +169,12 @@ def test_a_password_in_the_uri_reaches_the_server_and_no_error(monkeypatch: pyte
     assert f"127.0.0.1:{server.server_port}" in str(failure.value)
     assert "pa%40ss" not in str(failure.value)
     assert authorizations == [f"Basic {base64.b64encode(b'ada:pa@ss:word').decode()}"]
+
+
+def test_a_version_whose_evaluation_cannot_be_read_has_no_example_of_a_prompt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "eval.json").write_text('{"of": "another version"}')
+    assert example_prompt(tmp_path) == ""
+    assert "no example of a prompt: " in caplog.text
+    assert "eval.json" in caplog.text

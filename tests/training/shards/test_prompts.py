@@ -56,3 +56,10 @@ def test_a_mixture_gives_words_of_each_source(tmp_path: Path) -> None:
         sources.append({"path": str(write_json_lines(tmp_path / f"{word}.jsonl", texts))})
     folder, _ = prepare(tmp_path, "", sources=sources, split="documents")
     assert [prompt.split()[0] for prompt in prompts_of(folder)] == ["alpha", "beta"]
+
+
+def test_documents_that_begin_with_the_end_token_give_words_too(tmp_path: Path) -> None:
+    corpus = write_json_lines(tmp_path / "stories.jsonl", STORIES)
+    folder, shards = prepare(tmp_path, corpus, split="documents", tokenizer={"bos": "yes"})
+    assert shards.encoding.bos
+    assert len(prompts_of(folder)) == 3
