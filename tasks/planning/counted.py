@@ -24,7 +24,7 @@ from tasks.store.local_copy import local_copy
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
 from training.node.host_check import counted_name, request_name
-from training.planner.model_shape import shape_of_hf
+from training.planner.model_shape import check_kind, shape_of_hf
 from training.records.model_state import saved_shapes
 from training.records.plan import ModelShape
 from training.records.record import DamagedRecord
@@ -44,6 +44,7 @@ def counted_shape(config: RunConfig) -> ModelShape | None:
     if not config.model.path:
         return None
     file = config_file(config.model)
+    check_kind(config.model, str(json.loads(file.read_bytes()).get("model_type", "unknown")))
     shape = _kept(config, file)
     if shape is None and importlib.util.find_spec("torch") is not None:
         shape = _keep(_count(file, config.objective), _kept_at(config, file))

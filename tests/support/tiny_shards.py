@@ -13,9 +13,12 @@ from transformers import AutoConfig
 from tests.support.configs import inventory, tiny_config
 from tests.support.device import DEVICE_KIND, on_device
 from tests.support.manifests import write_manifest
+from training.config.run import RunConfig
 from training.models.sizes import count_model
+from training.planner.model_shape import check_kind
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
+from training.records.plan import ModelShape
 from training.records.token_shards import SourceFile, Stretch, TokenShards
 from training.shards.format import write_shard
 from training.shards.packing import one_epoch
@@ -64,9 +67,15 @@ def plan_tiny_run(
         shards_dir=str(shards_dir),
         epoch=one_epoch(shards_dir, packing=config.train.packing, context=config.train.context),
         hf_config=json.loads((Path(path) / "config.json").read_text()) if (path := config.model.path) else None,
-        hf_shape=count_model(AutoConfig.from_pretrained(path), objective=config.objective) if path else None,
+        hf_shape=_counted(config) if path else None,
     )
     plan.model_copy(update={"threads_per_rank": 1}).write(folder / "plan.json")
     if machines:
         Inventory(hosts=machines.hosts).write(folder / "inventory.json")
     return folder / "plan.json"
+
+
+def _counted(config: RunConfig) -> ModelShape:
+    settings = AutoConfig.from_pretrained(config.model.path)
+    check_kind(config.model, settings.model_type)
+    return count_model(settings, objective=config.objective)

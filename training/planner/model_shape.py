@@ -66,7 +66,7 @@ def model_shape(
         )
     if hf_config is None:
         raise ValueError(f"model.path = {model.path!r}: it has no config.json that can be read; check the path or name")
-    _check_kind(model, str(hf_config.get("model_type", "unknown")))
+    check_kind(model, str(hf_config.get("model_type", "unknown")))
     _check_dropout(model, hf_config)
     shape = hf_shape or shape_of_hf(hf_config, vocab_size=vocab_size)
     if context > (shape.context or context):
@@ -137,7 +137,7 @@ def own_shape(
     )
 
 
-def _check_kind(model: ModelConfig, model_type: str) -> None:
+def check_kind(model: ModelConfig, model_type: str) -> None:
     """Raise ValueError unless model.architecture, which decides the objective, is the kind of model in model.path."""
     fitting = {"bert"} if model_type in MASKED_TYPES else {"path", model_type}
     if model.architecture not in fitting:

@@ -28,8 +28,8 @@ def tokens_of(home: Path, source: Path, tokenizer: Path, **fields: Any) -> list[
 def test_pieces_have_the_tokens_of_the_whole(
     tmp_path: Path, name: str, border: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.data.readers.LONGEST_PIECE", 1000)
-    monkeypatch.setattr("tasks.data.readers.BORDER_WINDOW", 500)
+    monkeypatch.setattr("tasks.data.readers.documents.LONGEST_PIECE", 1000)
+    monkeypatch.setattr("tasks.data.readers.documents.BORDER_WINDOW", 500)
     make = {**TOKENIZERS, "sentencepiece_over_words": sentencepiece_over_words}[name]
     tokenizer = make(tmp_path / "tokenizer")
     text = border.join(text.replace("\n", " ") if border == " " else text for text in HELLOS).strip()

@@ -184,8 +184,8 @@ def test_an_export_without_a_rule_serves_as_before_with_one_warning(
     (export / "export.json").write_text(json.dumps(record))
     with caplog.at_level(logging.WARNING):
         _, _, encoder = open_export(export)
-    (warning,) = caplog.messages
-    assert "does not record which special tokens in a text are special" in warning
+    said = [each for each in caplog.messages if "does not record which special tokens in a text are special" in each]
+    assert len(said) == 1
     assert [token for token in encoder.encode("a<|endoftext|>b<|im_start|>") if token < 3] == [0, 1]
 
 
