@@ -8,22 +8,26 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from flows.presets import PRESETS_FILE, command_for_all_steps, load_config, presets
 from tasks.data.sources import SkippedDocuments, find_sources
 from tests.support.configs import inventory
+from tests.training.models.test_sizes import CARDS
 from training.config.run import RunConfig
+from training.models.sizes import count_model
 from training.planner.plan import make_plan
 
-PRESETS = ["quickstart", "pretrain", "shakespeare-char", "gpt2-124m", "llama-1b", "bert-base"]
+OF_SIZES = ["quickstart", "pretrain", "shakespeare-char", "gpt2-124m", "llama-1b"]
+CONTINUED = ["qwen3-0.6b", "qwen3-8b"]
 
 
 def test_these_are_the_presets() -> None:
-    assert list(presets()) == PRESETS
+    assert list(presets()) == [*OF_SIZES, *CONTINUED, "bert-base"]
 
 
 @pytest.mark.parametrize("hosts", [(1,), (8,), (8, 8)], ids=["1x1", "1x8", "2x8"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*OF_SIZES, "bert-base"])
 def test_presets_plan_on_gpus(preset: str, hosts: tuple[int, ...]) -> None:
     config = RunConfig.model_validate(presets()[preset])
     plan = make_plan(config, inventory(*hosts, kind="cuda", memory_gib=80))
@@ -31,6 +35,26 @@ def test_presets_plan_on_gpus(preset: str, hosts: tuple[int, ...]) -> None:
     assert plan.mesh == {"pp": 1, "dp": expected, "tp": 1}
     assert plan.dp * plan.micro_batch * plan.accumulation == config.train.global_batch
     assert plan.steps == config.train.steps
+
+
+@pytest.mark.parametrize(
+    ("preset", "card", "fewest"), [("qwen3-0.6b", "Qwen3-0.6B", (1,)), ("qwen3-8b", "Qwen3-8B", (8,))]
+)
+def test_continued_models_plan_where_they_fit(preset: str, card: str, fewest: tuple[int, ...]) -> None:
+    """By the config.json of their cards: the weights are not needed for a plan."""
+    _, model_type, fields, parameters, _ = next(each for each in CARDS if each[0] == card)
+    config, settings = RunConfig.model_validate(presets()[preset]), AutoConfig.for_model(model_type, **fields)
+    shape = count_model(settings, objective="causal")
+    for hosts in ((1,), (8,), (8, 8)):
+        machines = inventory(*hosts, kind="cuda", memory_gib=80)
+        if hosts < fewest:
+            with pytest.raises(ValueError, match="does not fit"):
+                make_plan(config, machines, hf_config=settings.to_dict(), hf_shape=shape)
+            continue
+        plan = make_plan(config, machines, hf_config=settings.to_dict(), hf_shape=shape)
+        assert plan.shape.parameters == parameters
+        assert sum(plan.ranks_per_host) == sum(hosts)
+        assert plan.dp * plan.micro_batch * plan.accumulation == config.train.global_batch
 
 
 @pytest.mark.parametrize(("preset", "millions"), [("gpt2-124m", 124.4), ("bert-base", 109.5), ("llama-1b", 1126.3)])

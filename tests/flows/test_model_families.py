@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tasks.registry.models import resolve
 from tests.support.buffered_models import buffers_in, save_family
+from tests.support.families import tiny_config
+from tests.support.ranks import losses
 from tests.support.tiny_run import VOCAB
-from tests.support.user_folder import UserFolder
+from tests.support.user_folder import UserFolder, wait_for_step
 from tests.training.checkpoint.test_model_state import held_out_loss, trained_loss
 from training.checkpoint.safetensors_files import TensorFiles
 
@@ -48,6 +51,41 @@ def test_the_served_model_has_the_loss_of_the_trained_one(family: str, user_fold
     assert held_out_loss(run_dir / "plan.json", served) == pytest.approx(loss, rel=1e-5)
     began, kept = TensorFiles(model, "model"), TensorFiles(served, "model")
     assert all(torch.equal(began[name], kept[name]) for name in buffers_in(began))
+
+
+MESHES = {
+    "qwen3": "parallel.tp=2",
+    "gemma3_text": "parallel.pp=2",
+    "mistral": "parallel.cp=2",
+    "olmo3": "parallel.strategy=fsdp",
+    "granite": "parallel.strategy=zero1",
+}
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in MESHES if name != "qwen3")]
+)
+def test_a_family_is_continued_killed_resumed_exported_and_served(model_type: str, user_folder: UserFolder) -> None:
+    settings = tiny_config(model_type)
+    settings.vocab_size = VOCAB
+    folder = user_folder.folder / model_type
+    AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+    command = [*pretrain(user_folder, folder), MESHES[model_type], "checkpoint.every_steps=5"]
+    outcome: dict[str, Any] = json.loads(user_folder.run(*command, f"name={model_type}", "--json")[0])
+    run_dir, known = user_folder.home / outcome["run_id"], user_folder.run_dirs()
+
+    killed = user_folder.start(*command, f"name={model_type}-killed")
+    killed_dir = wait_for_step(user_folder, killed, known, 7)
+    killed.kill()
+    killed.communicate()
+    again: dict[str, Any] = json.loads(user_folder.run("resume", killed_dir.name, "--json")[0])
+    assert (again["step"], again["val_loss"]) == (20, outcome["val_loss"]), "to the bit"
+    assert losses(killed_dir / "plan.json") == losses(run_dir / "plan.json")
+
+    served = resolve(f"{model_type}@champion", tracking_uri=f"sqlite:///{user_folder.home}/mlflow.db").export_dir
+    assert outcome["val_loss"] == pytest.approx(held_out_loss(run_dir / "plan.json", served), rel=1e-5)
+    text, _ = user_folder.run("generate", f"{model_type}@champion", "the sea", "--tokens", "8")
+    assert text.strip()
 
 
 def test_a_folder_without_a_layers_mlp_ends_before_its_corpus_is_tokenized(user_folder: UserFolder) -> None:
