@@ -19,7 +19,7 @@ from pathlib import Path
 
 import training
 from tasks.planning.pretrained import config_file
-from tasks.planning.saved_sizes import num_saved, sizes_of_saved
+from tasks.planning.saved_sizes import is_tied, num_saved, sizes_of_saved
 from tasks.store.local_copy import local_copy
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
@@ -91,7 +91,9 @@ def _of_weights(shape: ModelShape | None, folder: Path, file: Path) -> ModelShap
     saved = saved_shapes(folder)
     if shape is None:
         hf = json.loads(file.read_bytes())
-        shape = shape_of_hf(hf, vocab_size=int(hf["vocab_size"]))
+        if not hf.get("vocab_size"):
+            raise ValueError(f"{file} has no vocab_size: add it, the number of the embedding's rows")
+        shape = shape_of_hf(hf, vocab_size=int(hf["vocab_size"])).model_copy(update={"tied": is_tied(saved, hf)})
         return shape.model_copy(update={"sizes": sizes_of_saved(saved, hf, shape)})
     sizes, total = shape.sizes, num_saved(saved)
     agree = total == sizes.parameters + sizes.buffers

@@ -23,13 +23,21 @@ from training.records.plan import ModelShape
 STALE = re.compile(r"(^|\.)(attn|attention|self)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$")
 LAYER = re.compile(r"^(\D*\.)(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(\d+\.)?")
-LAST = re.compile(r"(^|\.)(lm_head|cls|embed_out|output|norm|ln_f|norm_f|final_layer_norm|final_norm)\.")
+LAST = re.compile(r"(^|\.)(\w*lm_head|cls|embed_out|output|vocab_projector|norm|ln_f|norm_f|final_(layer_)?norm)\.")
 ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")
 
 
 def num_saved(saved: Shapes) -> int:
     """Return the number of numbers in saved weights, without buffers that nothing loads."""
     return sum(math.prod(shape) for name, shape in saved.items() if not STALE.search(name))
+
+
+def is_tied(saved: Shapes, hf: Mapping[str, Any]) -> bool:
+    """Return whether the output layer's matrix is the embedding's: where config.json leaves it to the class's default,
+    whether the files have no such matrix of their own."""
+    rows, named = hf["vocab_size"], hf.get("tie_word_embeddings")
+    is_own = any(shape[:1] == (rows,) and len(shape) == 2 and LAST.search(name) for name, shape in saved.items())
+    return not is_own if named is None else bool(named)
 
 
 def sizes_of_saved(saved: Shapes, hf: Mapping[str, Any], shape: ModelShape) -> ModelSizes:

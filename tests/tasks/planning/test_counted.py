@@ -54,20 +54,40 @@ def saved(folder: Path, kind: str, *, weights: bool = True, **more: Any) -> tupl
         ("qwen2", {"tie_word_embeddings": True}),
         ("starcoder2", {"num_key_value_heads": 2}),
         ("gpt2", {}),
+        ("gemma", {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}),
+        ("gpt_neox", {"intermediate_size": 48}),
     ],
 )
 def test_headers_of_weights_are_counted_without_torch(
     kind: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, parameters = saved(tmp_path / "model", kind, **more)
+    file = tmp_path / "model" / "config.json"
+    settings = json.loads(file.read_text())
+    is_tied = kind in {"qwen2", "starcoder2", "gpt2", "gemma"}
+    if kind in {"gpt2", "gemma", "gpt_neox"}:  # as the class has it by default
+        settings.pop("tie_word_embeddings", None)
+        file.write_text(json.dumps(settings))
     hide_torch(monkeypatch)
     shape = counted_shape(config)
     assert shape is not None
     assert (shape.parameters, shape.sizes.counted) == (parameters, "safetensors headers")
+    assert (shape.tied, shape.sizes.tied, shape.sizes.looked_up > 0) == (is_tied, is_tied, not is_tied)
     assert shape.sizes.num_layers == shape.layers
     if kind == "mixtral":
         idle = 2 * 2 * 3 * 32 * 48  # in each of two layers, two of four experts
         assert shape.sizes.used == parameters - idle
+
+
+def test_weights_without_a_number_of_words_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = saved(tmp_path, "gpt2")
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    del settings["vocab_size"]
+    file.write_text(json.dumps(settings))
+    hide_torch(monkeypatch)
+    with pytest.raises(ValueError, match=r"config.json has no vocab_size: add it"):
+        counted_shape(config)
 
 
 def test_weights_that_are_the_classs_are_counted_by_their_headers_and_kept(tmp_path: Path) -> None:
