@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
 
 import training
@@ -32,6 +33,14 @@ from training.records.record import DamagedRecord
 logger = logging.getLogger(__name__)
 
 FOLDER = "model-sizes"  # in SHARDLINE_HOME
+COUNTED_BY = (
+    "models/sizes.py",
+    "models/family.py",
+    "models/hugging_face.py",
+    "models/pretrained.py",
+    "planner/model_shape.py",
+    "facts/families.py",
+)
 TIMEOUT_S = 180  # importing torch from a cold network disk takes a minute
 
 
@@ -107,7 +116,9 @@ def _of_weights(shape: ModelShape | None, folder: Path, file: Path) -> ModelShap
 def _kept_at(config: RunConfig, file: Path) -> Path:
     """Return where the count of a config.json is kept: under what it depends on."""
     digest = hashlib.sha256(config.objective.encode() + file.read_bytes())
-    digest.update((Path(training.__path__[0]) / "models" / "sizes.py").read_bytes())
+    for source in COUNTED_BY:
+        digest.update((Path(training.__path__[0]) / source).read_bytes())
+    digest.update("".join(each.version for each in distributions(name="transformers")).encode())
     return home() / FOLDER / f"{digest.hexdigest()[:16]}.json"
 
 

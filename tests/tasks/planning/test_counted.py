@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.hardware.preflight import token
-from tasks.planning.counted import counted_by_hosts, counted_shape
+from tasks.planning.counted import FOLDER, counted_by_hosts, counted_shape
 from tasks.planning.describe import describe_plan
 from tasks.planning.plan import plan_run
 from tests.support.configs import inventory, tiny_config
@@ -128,6 +128,25 @@ def test_a_head_without_torch_counts_nothing_until_a_host_has(tmp_path: Path, mo
     plan = plan_run(config, inventory=inventory(1))
     assert plan.shape.parameters == parameters
     assert plan.shape.sizes.counted.startswith("counted on node n7 with transformers ")
+
+
+def test_another_release_of_transformers_counts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its classes may have other parameters."""
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "home"))
+    config, parameters = saved(tmp_path / "model", "gpt2", weights=False)
+    first = counted_shape(config)
+    (kept,) = (tmp_path / "home" / FOLDER).iterdir()
+    kept.write_text(kept.read_text().replace("counted on meta", "counted before"))
+    hide_torch(monkeypatch)
+    again = counted_shape(config)
+    assert first is not None
+    assert again is not None
+    assert (again.parameters, again.sizes.counted[:14]) == (parameters, "counted before")
+    info = tmp_path / "newer" / "transformers-99.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0\n")
+    monkeypatch.syspath_prepend(str(info.parent))
+    assert counted_shape(config) is None
 
 
 def test_a_plan_says_what_a_rank_of_each_stage_has_and_what_tp_divides() -> None:
