@@ -44,7 +44,10 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
             hf = auto_class_of(objective).from_config(settings, dtype=torch.float32)
     except ValueError as error:
         why = str(error).strip().splitlines()[0]
-        raise ValueError(f"model.path holds a {shape.architecture}, which cannot be built: {why}") from None
+        raise ValueError(
+            f"model.path holds a model of type {shape.architecture}, which cannot be built: {why} Choose one of "
+            f"{'masked' if objective == 'masked' else 'causal'} text alone"
+        ) from None
     sizes = sizes_of(hf, counted=f"counted {where} with transformers {transformers.__version__}")
     return shape.model_copy(update={"layers": sizes.num_layers, "tied": sizes.tied, "sizes": sizes})
 
@@ -52,7 +55,9 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
 def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
     """Return the sizes of a model; it may be on the meta device."""
     if (name := layers_name(hf)) is None:
-        raise ValueError(f"a {hf.config.model_type} model has no list of layers: it cannot be planned")
+        raise ValueError(
+            f"models of type {hf.config.model_type} have no list of layers, and cannot be planned: choose another type"
+        )
     num_layers, tensors = len(hf.get_submodule(name)), _tensors(hf)
     embedding, output = hf.get_input_embeddings().weight, hf.get_output_embeddings()
     tied = output is not None and output.weight is embedding
@@ -123,11 +128,11 @@ def _used(hf: Any, name: str, parameter: nn.Parameter) -> int:
         return parameter.numel()
     if not (chosen := experts_of_a_token(hf.config.to_dict())):
         raise ValueError(
-            f"a {hf.config.model_type} model has experts, and its config has none of {', '.join(CHOSEN_EXPERTS)}: how "
-            "many of them a token uses is not known"
+            f"models of type {hf.config.model_type} have experts, and config.json has none of "
+            f"{', '.join(CHOSEN_EXPERTS)}: add num_experts_per_tok, the number of experts that each token is sent to"
         )
     experts = hf.get_submodule(name[: found.end()].rstrip("."))
-    count = len(experts) if isinstance(experts, nn.ModuleList) else parameter.shape[0]
+    count = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", parameter.shape[0])
     return parameter.numel() * min(chosen, count) // count
 
 
@@ -162,11 +167,21 @@ def _layer(tensors: Sequence[_Tensor]) -> LayersAlike:
 
 
 def main(path: Path, objective: str, node: str = "") -> int:
-    from transformers import AutoConfig
+    import transformers
 
     where = f"on node {node}" if node else "on meta"
     try:
-        settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except ValueError as error:
+        why = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        print(
+            f"model.path: transformers {transformers.__version__}{f' {where}' if node else ''} cannot read its "
+            f"config.json: {why.strip()} Choose a model of a type that this release has; code in a model's folder is "
+            "never run",
+            file=sys.stderr,
+        )
+        return 2
+    try:
         shape = count_model(settings, objective=objective, where=where)
     except ValueError as error:
         print(error, file=sys.stderr)

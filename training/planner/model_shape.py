@@ -232,8 +232,9 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
 
 
 def experts_of_a_token(hf: Mapping[str, Any]) -> int:
-    """Return the number of experts that each token is sent to; 0 if the config names none."""
-    chosen = next((hf[name] for name in CHOSEN_EXPERTS if hf.get(name)), 0)
+    """Return the number of experts that each token is sent to; 0 if the config, or one in it, names none."""
+    parts = [hf, *(part for part in hf.values() if isinstance(part, Mapping))]
+    chosen = next((part[name] for part in parts for name in CHOSEN_EXPERTS if part.get(name)), 0)
     return int(max(chosen) if isinstance(chosen, list) else chosen)  # of each layer: the most
 
 

@@ -181,9 +181,28 @@ def test_a_class_without_layers_of_its_own_is_refused_by_name() -> None:
         count_model(AutoConfig.for_model("gemma3"), objective="causal")
 
 
+def test_experts_that_a_config_names_in_a_part_of_it_are_counted() -> None:
+    """dbrx keeps the matrices of all experts in one of two dimensions."""
+    part = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
+    own = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 300}
+    settings = AutoConfig.for_model("dbrx", **own, ffn_config=part, attn_config={"kv_n_heads": 2})
+    settings.attn_config.rope_theta = 1e4
+    shape = count_model(settings, objective="causal")
+    assert shape.parameters - shape.sizes.used == 2 * 3 * (2 * 48) * 32  # in each layer two of four experts are idle
+
+
+def test_the_program_names_a_type_that_transformers_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "tomorrow"}')
+    assert main(tmp_path / "config.json", "causal", "n7") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("model.path: transformers 5.")
+    for words in ("on node n7 cannot read its config.json", "model type `tomorrow`", "Choose a model of a type that"):
+        assert words in line
+
+
 def test_the_program_names_a_class_that_cannot_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
     assert main(tmp_path / "config.json", "causal") == 2
     assert capsys.readouterr().err.startswith(
-        "model.path holds a t5, which cannot be built: Unrecognized configuration"
+        "model.path holds a model of type t5, which cannot be built: Unrecognized configuration"
     )
