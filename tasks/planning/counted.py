@@ -24,7 +24,7 @@ from tasks.planning.saved_sizes import is_tied, num_saved, sizes_of_saved
 from tasks.store.local_copy import local_copy
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
-from training.node.host_check import counted_name, request_name
+from training.node.host_check import COUNT_S, counted_name, request_name, too_slow
 from training.planner.model_shape import shape_of_hf
 from training.records.model_state import saved_shapes
 from training.records.plan import ModelShape
@@ -41,7 +41,6 @@ COUNTED_BY = (
     "planner/model_shape.py",
     "facts/families.py",
 )
-TIMEOUT_S = 180  # importing torch from a cold network disk takes a minute
 
 
 def counted_shape(config: RunConfig) -> ModelShape | None:
@@ -88,7 +87,10 @@ def _count(file: Path, objective: str) -> ModelShape:
     """Count in a process of its own: this one imports no torch. Raises ValueError with the cause if it fails."""
     program = [sys.executable, "-m", "training.models.sizes", str(file.resolve()), objective]
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
+    try:
+        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=COUNT_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(too_slow("here")) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ValueError(last if done.returncode == 2 else f"the parameters of model.path cannot be counted: {last}")

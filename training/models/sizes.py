@@ -45,8 +45,8 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
     except ValueError as error:
         why = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"model.path holds a model of type {shape.architecture}, which cannot be built: {why} Choose one of "
-            f"{'masked' if objective == 'masked' else 'causal'} text alone"
+            f"model.path holds a model of type {shape.architecture}, which cannot be built: {why} Choose a class "
+            f"that {auto_class_of(objective).__name__} builds"
         ) from None
     sizes = sizes_of(hf, counted=f"counted {where} with transformers {transformers.__version__}")
     return shape.model_copy(update={"layers": sizes.num_layers, "tied": sizes.tied, "sizes": sizes})
