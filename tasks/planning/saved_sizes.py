@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from training.facts.families import why_not
-from training.planner.model_shape import experts_of_a_token
+from training.planner.model_shape import attention_among, experts_of_a_token
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.model_state import Shapes
 from training.records.plan import ModelShape
@@ -24,7 +24,6 @@ STALE = re.compile(r"(^|\.)(attn|attention|self)\.(masked_)?bias$|rotary_emb\.in
 LAYER = re.compile(r"^(\D*\.)(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(\d+\.)?")
 LAST = re.compile(r"(^|\.)(\w*lm_head|cls|embed_out|output|vocab_projector|norm|ln_f|norm_f|final_(layer_)?norm)\.")
-ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")
 
 
 def num_saved(saved: Shapes) -> int:
@@ -69,7 +68,7 @@ def sizes_of_saved(saved: Shapes, hf: Mapping[str, Any], shape: ModelShape) -> M
 
     def layer(own: Iterable[str]) -> LayersAlike:
         matrices = [name for name in own if len(saved[name]) > 1]
-        attention = sum(used(name) for name in matrices if ATTENTION.search(name))
+        attention = sum(map(used, attention_among(matrices)))
         return LayersAlike(count=1, multiplied=sum(map(used, matrices)), attention=attention, **numbers(own))
 
     outside = [name for name in names if name not in inside]

@@ -23,13 +23,12 @@ from torch import nn
 
 from training.models.family import STYLES, layers_name
 from training.models.pretrained import auto_class_of
-from training.planner.model_shape import CHOSEN_EXPERTS, experts_of_a_token, shape_of_hf
+from training.planner.model_shape import CHOSEN_EXPERTS, attention_among, experts_of_a_token, shape_of_hf
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
 
 NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")  # linear attention has no scores
 WHOLE = ("replicate", "moe_tp", "mla_kv_a", "local")  # beginnings of the styles that leave parameters whole
 
 
@@ -158,10 +157,11 @@ def _numbers(tensors: Sequence[_Tensor]) -> dict[str, int]:
 
 def _layer(tensors: Sequence[_Tensor]) -> LayersAlike:
     matrices = [each for each in tensors if len(each.shape) > 1]
+    attention = attention_among([each.name for each in matrices])
     return LayersAlike(
         count=1,
         multiplied=sum(each.used for each in matrices),
-        attention=sum(each.used for each in matrices if ATTENTION.search(each.name)),
+        attention=sum(each.used for each in matrices if each.name in attention),
         **_numbers(tensors),
     )
 

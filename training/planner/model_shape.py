@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from training.config.model import ModelConfig
@@ -33,6 +33,8 @@ CHOSEN_EXPERTS = (
     "top_k_experts",
     "moe_num_active_primary_experts",
 )
+ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")
+QUERIES = re.compile(r"(?!.*linear)(.*\.)(q_proj|k_proj|qkv)\.")
 COUNT_FROM_PAD = types_counting_from_pad()
 COUNT_FROM_PAD_ID = 1  # the pad token's ID of these classes, where config.json names none
 
@@ -236,6 +238,15 @@ def experts_of_a_token(hf: Mapping[str, Any]) -> int:
     parts = [hf, *(part for part in hf.values() if isinstance(part, Mapping))]
     chosen = next((part[name] for part in parts for name in CHOSEN_EXPERTS if part.get(name)), 0)
     return int(max(chosen) if isinstance(chosen, list) else chosen)  # of each layer: the most
+
+
+def attention_among(names: Collection[str]) -> set[str]:
+    """Return those of a layer's parameters that belong to attention with scores, which linear attention has not.
+
+    Some hybrids call attention a mixer, as they call what stands in its place: it is the one that makes queries.
+    """
+    asking = tuple(found[1] for name in names if (found := QUERIES.match(name)))
+    return {name for name in names if ATTENTION.search(name) or name.startswith(asking)}
 
 
 def _head_dim(hf: Mapping[str, Any]) -> int:

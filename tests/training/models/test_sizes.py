@@ -167,6 +167,14 @@ def test_work_is_that_of_the_experts_and_heads_that_a_token_meets() -> None:
     assert (job.q_width, job.kv_width, job.mlp_width) == (4096, 512, pytest.approx(8 * 768, rel=0.01))
 
 
+def test_attention_that_a_hybrid_calls_a_mixer_has_scores() -> None:
+    """Of Nemotron-H's layers, whose state spaces, experts and MLPs are mixers too."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300}
+    shape = count_model(AutoConfig.for_model("nemotron_h", **sizes), objective="causal")
+    assert (shape.sizes.attention_layers, shape.sizes.num_layers) == (1, 4)
+    assert [layer.attention for layer in shape.sizes.layers if layer.attention] == [2 * 32 * 32 + 2 * 32 * 16]
+
+
 def test_a_plan_of_an_earlier_version_keeps_its_parameters() -> None:
     fields = own_plan("llama", tied=False).shape.model_dump(mode="json")
     older = {name: value for name, value in fields.items() if name not in {"sizes", "head_dim"}}
