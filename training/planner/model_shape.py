@@ -77,7 +77,7 @@ def model_shape(
         )
     if not shape.sizes.is_counted:
         raise ValueError(
-            f"the parameters of model.path = {model.path}, a {shape.architecture} of {shape.layers} layers x "
+            f"the parameters of model.path = {model.path}, of type {shape.architecture}, {shape.layers} layers x "
             f"{shape.width:,}, are not counted: there is no torch here, and no host has counted them yet. `shardline "
             "pretrain` lets the hosts do it before it plans; to plan here, install torch (shardline[train])"
         )
@@ -145,8 +145,8 @@ def _check_kind(model: ModelConfig, model_type: str) -> None:
     if model.architecture not in fitting:
         cure = "bert" if model_type in MASKED_TYPES else "path"
         raise ValueError(
-            f"model.path = {model.path} holds a {model_type}, model.architecture is {model.architecture}: "
-            f"set model.architecture={cure}"
+            f"model.path = {model.path} holds a model of type {model_type}, model.architecture is "
+            f"{model.architecture}: set model.architecture={cure}"
         )
 
 
@@ -154,8 +154,8 @@ def _check_dropout(model: ModelConfig, hf: Mapping[str, Any]) -> None:
     if model.dropout and not dropout_fields(hf):
         kind = hf.get("model_type", "unknown")
         raise ValueError(
-            f"model.dropout = {model.dropout:g}, but the {kind} in model.path = {model.path} has no dropout anywhere: "
-            "set model.dropout=0"
+            f"model.dropout = {model.dropout:g}, but the model of type {kind} in model.path = {model.path} has no "
+            "dropout anywhere: set model.dropout=0"
         )
 
 
@@ -171,15 +171,15 @@ def check_positions(config: RunConfig, hf: Mapping[str, Any], *, end_id: int) ->
     positions = rows - pad_id - 1
     if config.train.context > positions:
         raise ValueError(
-            f"train.context = {config.train.context} exceeds the {positions} positions of model.path: it is a "
+            f"train.context = {config.train.context} exceeds the {positions} positions of model.path: its type is "
             f"{hf['model_type']}, which counts them from its pad token's ID + 1 = {pad_id + 1} on, of "
             f"max_position_embeddings = {rows}: lower train.context"
         )
     if config.model.init == "pretrained" or end_id == pad_id:
         return []
     return [
-        f"positions: a {hf['model_type']} counts them from its pad token's ID + 1 on, here {end_id + 1}, so its table "
-        f"gets {rows + end_id - pad_id:,} rows for the {positions:,} positions of config.json"
+        f"positions: type {hf['model_type']} counts them from its pad token's ID + 1 on, here {end_id + 1}, so its "
+        f"table gets {rows + end_id - pad_id:,} rows for the {positions:,} positions of config.json"
     ]
 
 
@@ -210,8 +210,8 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
         if found is None:
             inside = " beside text_config, as classes have that read images or sound" if "text_config" in hf else ""
             raise ValueError(
-                f"model.path holds a {kind}, whose config.json has none of {', '.join(names)}{inside}: such a model "
-                "cannot be planned; choose a class of text alone"
+                f"model.path holds a model of type {kind}, whose config.json has none of {', '.join(names)}{inside}: "
+                "such a model cannot be planned; choose a class of text alone"
             )
         return int(max(found) if isinstance(found, list) else found)  # of each layer: the widest
 

@@ -105,7 +105,7 @@ def test_a_head_without_torch_counts_nothing_until_a_host_has(tmp_path: Path, mo
     config, parameters = saved(tmp_path / "model", "mixtral", weights=False, **EXPERTS)
     hide_torch(monkeypatch)
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "home"))
-    with pytest.raises(ValueError, match=r"a mixtral of 2 layers x 32, are not counted: .*no torch here.*install"):
+    with pytest.raises(ValueError, match=r"of type mixtral, 2 layers x 32, are not counted: .*no torch here.*install"):
         plan_run(config, inventory=inventory(1))
     run_dir = tmp_path / "home" / "run"
     run_dir.mkdir()
