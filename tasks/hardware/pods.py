@@ -40,7 +40,7 @@ from tasks.hardware.preflight import (
 from tasks.workspace.processes import process_key
 from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
-from training.node.host_check import Asked
+from training.node.host_check import Asked, counting_s
 from training.records.inventory import Inventory, Measured
 from training.records.words import counted
 
@@ -315,7 +315,7 @@ def check_pods(
             hosts=[slot.name for slot in slots],
             command=command,
         )
-        outputs = run_pods(cluster, group, wait_s=launch.wait_s, timeout_s=CHECK_S)
+        outputs = run_pods(cluster, group, wait_s=launch.wait_s, timeout_s=CHECK_S + counting_s(run_dir))
         probes = {name: _probe(name, output, launch) for name, output in outputs.items()}
         unseen = unseen_answers(run_dir, word, probes)
     images = {output.state.image_id for output in outputs.values()}
@@ -340,7 +340,7 @@ def _probe(name: str, output: Output, launch: LaunchConfig) -> Probe:
     report = output.report()
     findings = tuple(report.get("findings", ()))
     if not report:
-        how = f"exit code {output.code}" if output.code is not None else f"no end within {CHECK_S:g} s"
+        how = f"exit code {output.code}" if output.code is not None else "no end in time"
         why = output.state.lost or f"a pod of the image {launch.image} left no report ({how})"
         findings = (f"{why}: {last_lines(output.text) or 'it said nothing'}",)
     wanted, seen = launch.kubernetes.gpus_per_node, len(report.get("gpus", ()))

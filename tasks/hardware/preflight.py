@@ -21,7 +21,7 @@ from tasks.hardware.hosts import binds, rank_user, shared_memory_gib
 from tasks.workspace.processes import process_key
 from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
-from training.node.host_check import Asked, answer_name, own_name, sources_sha256
+from training.node.host_check import Asked, answer_name, counting_s, own_name, sources_sha256
 from training.node.host_memory import HOST_MEMORY
 from training.node.infiniband import ADAPTERS, DEVICES
 from training.records.record import Record
@@ -96,7 +96,7 @@ def check_hosts(
                 )
                 for host in hosts
             },
-            timeout_s=timeout_s,
+            timeout_s=timeout_s + counting_s(run_dir),
         )
         unseen = unseen_answers(run_dir, word, probes)
     other_image = image_findings(launch.image, [probes[host.name] for host in hosts])

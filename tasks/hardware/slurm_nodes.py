@@ -20,7 +20,7 @@ from tasks.hardware.measure_hosts import cache_key, measured_once, measuring
 from tasks.hardware.preflight import LEAST_DISK_GIB, HostFacts, HostsNotReady, read_facts, token, unseen_answers
 from tasks.workspace.paths import home
 from training.config.slurm import SlurmConfig
-from training.node.host_check import Asked
+from training.node.host_check import Asked, counting_s
 from training.records.inventory import Inventory, Measured
 from training.records.words import counted
 
@@ -122,12 +122,13 @@ def _probe(nodes: JobNodes, host: JobNode, *, word: str) -> Probe:
         gpus=bool(nodes.wanted.gpus_per_node),
     )
     words = ("-m", "training.node.host_check", json.dumps(asdict(asked)))
-    code, output = run_step(nodes, host, *words, what="check", timeout_s=CHECK_TIMEOUT_S)
+    timeout_s = CHECK_TIMEOUT_S + counting_s(nodes.run_dir)
+    code, output = run_step(nodes, host, *words, what="check", timeout_s=timeout_s)
     try:
         report = json.loads(output.strip().splitlines()[-1])
     except (IndexError, ValueError):
         raise HostError(
-            f"{host.name} ({host.machine}): Python does not start there ({_how(code, CHECK_TIMEOUT_S)}): nodes need "
+            f"{host.name} ({host.machine}): Python does not start there ({_how(code, timeout_s)}): nodes need "
             f"the launcher's virtual environment and {home()} at the same paths, on shared storage; else set "
             f"launch.slurm.python, container_image or modules. The end of its output:\n{last_lines(output)}",
             hosts=(host.name,),

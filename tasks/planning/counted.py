@@ -15,15 +15,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
 
 import training
 from tasks.planning.pretrained import config_file
-from tasks.planning.saved_sizes import num_saved, sizes_of_saved
+from tasks.planning.saved_sizes import is_tied, num_saved, sizes_of_saved
 from tasks.store.local_copy import local_copy
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
-from training.node.host_check import counted_name, request_name
+from training.node.host_check import COUNT_S, counted_name, request_name, too_slow
 from training.planner.model_shape import check_kind, shape_of_hf
 from training.records.model_state import saved_shapes
 from training.records.plan import ModelShape
@@ -32,7 +33,14 @@ from training.records.record import DamagedRecord
 logger = logging.getLogger(__name__)
 
 FOLDER = "model-sizes"  # in SHARDLINE_HOME
-TIMEOUT_S = 180  # importing torch from a cold network disk takes a minute
+COUNTED_BY = (
+    "models/sizes.py",
+    "models/family.py",
+    "models/hugging_face.py",
+    "models/pretrained.py",
+    "planner/model_shape.py",
+    "facts/families.py",
+)
 
 
 def counted_shape(config: RunConfig) -> ModelShape | None:
@@ -80,7 +88,10 @@ def _count(file: Path, objective: str) -> ModelShape:
     """Count in a process of its own: this one imports no torch. Raises ValueError with the cause if it fails."""
     program = [sys.executable, "-m", "training.models.sizes", str(file.resolve()), objective]
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
+    try:
+        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=COUNT_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(too_slow("here")) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ValueError(last if done.returncode == 2 else f"the parameters of model.path cannot be counted: {last}")
@@ -92,7 +103,9 @@ def _of_weights(shape: ModelShape | None, folder: Path, file: Path) -> ModelShap
     saved = saved_shapes(folder)
     if shape is None:
         hf = json.loads(file.read_bytes())
-        shape = shape_of_hf(hf, vocab_size=int(hf["vocab_size"]))
+        if not hf.get("vocab_size"):
+            raise ValueError(f"{file} has no vocab_size: add it, the number of the embedding's rows")
+        shape = shape_of_hf(hf, vocab_size=int(hf["vocab_size"])).model_copy(update={"tied": is_tied(saved, hf)})
         return shape.model_copy(update={"sizes": sizes_of_saved(saved, hf, shape)})
     sizes, total = shape.sizes, num_saved(saved)
     agree = total == sizes.parameters + sizes.buffers
@@ -106,7 +119,9 @@ def _of_weights(shape: ModelShape | None, folder: Path, file: Path) -> ModelShap
 def _kept_at(config: RunConfig, file: Path) -> Path:
     """Return where the count of a config.json is kept: under what it depends on."""
     digest = hashlib.sha256(config.objective.encode() + file.read_bytes())
-    digest.update((Path(training.__path__[0]) / "models" / "sizes.py").read_bytes())
+    for source in COUNTED_BY:
+        digest.update((Path(training.__path__[0]) / source).read_bytes())
+    digest.update("".join(each.version for each in distributions(name="transformers")).encode())
     return home() / FOLDER / f"{digest.hexdigest()[:16]}.json"
 
 

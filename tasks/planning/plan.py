@@ -311,9 +311,13 @@ def _check_same_tokens(kept: RunPlan, shards: TokenShards) -> None:
 
 
 def _check_same_shape(plan: RunPlan, kept: RunPlan) -> None:
-    """Raise ValueError if the model's weights would have other shapes; its context may differ."""
-    fields = [name for name in ModelShape.model_fields if name not in {"context", "head_dim", "sizes"}]
-    fields += [] if plan.config.model.path else ["parameters"]  # earlier versions did not count those of model.path
+    """Raise ValueError if the model's weights would have other shapes; its context may differ.
+
+    Earlier versions described a model at model.path by its bare config.json, where defaults are missing: of those only
+    the class and the words are compared, and loading a checkpoint compares every shape.
+    """
+    own = set(ModelShape.model_fields) - {"context", "head_dim", "sizes", "adds_loss"} | {"parameters"}
+    fields = sorted({"architecture", "vocab_size"} if plan.config.model.path else own)
     differing = [
         f"{what} {was} -> {now}"
         for what in fields

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from training.facts.families import why_not
-from training.planner.model_shape import experts_of_a_token
+from training.planner.model_shape import attention_among, experts_of_a_token
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.model_state import Shapes
 from training.records.plan import ModelShape
@@ -23,13 +23,20 @@ from training.records.plan import ModelShape
 STALE = re.compile(r"(^|\.)(attn|attention|self)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$")
 LAYER = re.compile(r"^(\D*\.)(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(\d+\.)?")
-LAST = re.compile(r"(^|\.)(lm_head|cls|embed_out|output|norm|ln_f|norm_f|final_layer_norm|final_norm)\.")
-ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")
+LAST = re.compile(r"(^|\.)(\w*lm_head|cls|embed_out|output|vocab_projector|norm|ln_f|norm_f|final_(layer_)?norm)\.")
 
 
 def num_saved(saved: Shapes) -> int:
     """Return the number of numbers in saved weights, without buffers that nothing loads."""
     return sum(math.prod(shape) for name, shape in saved.items() if not STALE.search(name))
+
+
+def is_tied(saved: Shapes, hf: Mapping[str, Any]) -> bool:
+    """Return whether the output layer's matrix is the embedding's: where config.json leaves it to the class's default,
+    whether the files have no such matrix of their own."""
+    rows, named = hf["vocab_size"], hf.get("tie_word_embeddings")
+    is_own = any(shape[:1] == (rows,) and len(shape) == 2 and LAST.search(name) for name, shape in saved.items())
+    return not is_own if named is None else bool(named)
 
 
 def sizes_of_saved(saved: Shapes, hf: Mapping[str, Any], shape: ModelShape) -> ModelSizes:
@@ -61,7 +68,7 @@ def sizes_of_saved(saved: Shapes, hf: Mapping[str, Any], shape: ModelShape) -> M
 
     def layer(own: Iterable[str]) -> LayersAlike:
         matrices = [name for name in own if len(saved[name]) > 1]
-        attention = sum(used(name) for name in matrices if ATTENTION.search(name))
+        attention = sum(map(used, attention_among(matrices)))
         return LayersAlike(count=1, multiplied=sum(map(used, matrices)), attention=attention, **numbers(own))
 
     outside = [name for name in names if name not in inside]

@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from training.records.plan import ModelShape
 
@@ -45,6 +45,11 @@ def why_not(shape: ModelShape, ability: Ability) -> str | None:
     if shape.adds_loss:
         return "its config.json asks for a loss beside cross-entropy, which only a whole model computes"
     return why_type_cannot(shape.architecture, ability)
+
+
+def has_family(shape: ModelShape) -> bool:
+    """Return whether a model's layers and ends were found, so that its loss is made in chunks and its ends sharded."""
+    return not shape.adds_loss and any(can(shape.architecture, ability) for ability in get_args(Ability))
 
 
 def masked_types() -> frozenset[str]:

@@ -23,13 +23,12 @@ from torch import nn
 
 from training.models.family import STYLES, layers_name
 from training.models.pretrained import auto_class_of
-from training.planner.model_shape import CHOSEN_EXPERTS, experts_of_a_token, shape_of_hf
+from training.planner.model_shape import CHOSEN_EXPERTS, attention_among, experts_of_a_token, shape_of_hf
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
 
 NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")  # linear attention has no scores
 WHOLE = ("replicate", "moe_tp", "mla_kv_a", "local")  # beginnings of the styles that leave parameters whole
 
 
@@ -44,7 +43,10 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
             hf = auto_class_of(objective).from_config(settings, dtype=torch.float32)
     except ValueError as error:
         why = str(error).strip().splitlines()[0]
-        raise ValueError(f"model.path holds a {shape.architecture}, which cannot be built: {why}") from None
+        raise ValueError(
+            f"model.path holds a model of type {shape.architecture}, which cannot be built: {why} Choose a class "
+            f"that {auto_class_of(objective).__name__} builds"
+        ) from None
     sizes = sizes_of(hf, counted=f"counted {where} with transformers {transformers.__version__}")
     return shape.model_copy(update={"layers": sizes.num_layers, "tied": sizes.tied, "sizes": sizes})
 
@@ -52,7 +54,9 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
 def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
     """Return the sizes of a model; it may be on the meta device."""
     if (name := layers_name(hf)) is None:
-        raise ValueError(f"a {hf.config.model_type} model has no list of layers: it cannot be planned")
+        raise ValueError(
+            f"models of type {hf.config.model_type} have no list of layers, and cannot be planned: choose another type"
+        )
     num_layers, tensors = len(hf.get_submodule(name)), _tensors(hf)
     embedding, output = hf.get_input_embeddings().weight, hf.get_output_embeddings()
     tied = output is not None and output.weight is embedding
@@ -123,11 +127,11 @@ def _used(hf: Any, name: str, parameter: nn.Parameter) -> int:
         return parameter.numel()
     if not (chosen := experts_of_a_token(hf.config.to_dict())):
         raise ValueError(
-            f"a {hf.config.model_type} model has experts, and its config has none of {', '.join(CHOSEN_EXPERTS)}: how "
-            "many of them a token uses is not known"
+            f"models of type {hf.config.model_type} have experts, and config.json has none of "
+            f"{', '.join(CHOSEN_EXPERTS)}: add num_experts_per_tok, the number of experts that each token is sent to"
         )
     experts = hf.get_submodule(name[: found.end()].rstrip("."))
-    count = len(experts) if isinstance(experts, nn.ModuleList) else parameter.shape[0]
+    count = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", parameter.shape[0])
     return parameter.numel() * min(chosen, count) // count
 
 
@@ -153,20 +157,31 @@ def _numbers(tensors: Sequence[_Tensor]) -> dict[str, int]:
 
 def _layer(tensors: Sequence[_Tensor]) -> LayersAlike:
     matrices = [each for each in tensors if len(each.shape) > 1]
+    attention = attention_among([each.name for each in matrices])
     return LayersAlike(
         count=1,
         multiplied=sum(each.used for each in matrices),
-        attention=sum(each.used for each in matrices if ATTENTION.search(each.name)),
+        attention=sum(each.used for each in matrices if each.name in attention),
         **_numbers(tensors),
     )
 
 
 def main(path: Path, objective: str, node: str = "") -> int:
-    from transformers import AutoConfig
+    import transformers
 
     where = f"on node {node}" if node else "on meta"
     try:
-        settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except ValueError as error:
+        why = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        print(
+            f"model.path: transformers {transformers.__version__}{f' {where}' if node else ''} cannot read its "
+            f"config.json: {why.strip()} Choose a model of a type that this release has; code in a model's folder is "
+            "never run",
+            file=sys.stderr,
+        )
+        return 2
+    try:
         shape = count_model(settings, objective=objective, where=where)
     except ValueError as error:
         print(error, file=sys.stderr)

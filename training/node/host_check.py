@@ -32,6 +32,7 @@ SHARED_MEMORY = Path("/dev/shm")
 SIOCGIFCONF = 0x8912  # returns all IPv4 addresses with their interfaces' names, in records of 40 bytes
 BUSY_WINDOW_S = 0.2
 OBJECTIVES = ("causal", "masked")
+COUNT_S = 180.0  # importing torch from a cold network disk takes a minute
 MADE_BY_RANKS = ("checkpoints", "metrics.jsonl", "stacks", "profile", "export")
 
 
@@ -159,19 +160,35 @@ def counted_name(objective: str) -> str:
     return f".counted-{objective}.json"
 
 
+def counting_s(folder: Path) -> float:
+    """Return how much longer checks may take because a model in the run folder is to be counted."""
+    return COUNT_S if any((folder / request_name(objective)).exists() for objective in OBJECTIVES) else 0.0
+
+
+def too_slow(where: str) -> str:
+    return (
+        f"model.path's parameters were not counted within {COUNT_S:g} s {where}: start the run again, which finds "
+        "torch's files in the disk cache; if it is slow again, put the virtual environment or image on a local disk"
+    )
+
+
 def count_models(asked: Asked, folder: Path) -> list[str]:
     """Count the parameters of the model whose config.json lies in the run folder, with this host's transformers."""
     findings = []
     for objective in OBJECTIVES:
-        if not (request := folder / request_name(objective)).exists():
+        answer = folder / counted_name(objective)
+        if answer.exists() or not (request := folder / request_name(objective)).exists():
             continue
         program = [sys.executable, "-m", "training.models.sizes", str(request), objective, asked.host]
-        done = subprocess.run(program, capture_output=True, text=True)
+        try:
+            done = subprocess.run(program, capture_output=True, text=True, timeout=COUNT_S)
+        except subprocess.TimeoutExpired:
+            findings.append(too_slow(f"on {asked.host}"))
+            continue
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             findings.append(last if done.returncode == 2 else f"model.path's parameters cannot be counted: {last}")
             continue
-        answer = folder / counted_name(objective)
         part = answer.with_name(f"{answer.name}.{asked.host}")
         part.write_text(done.stdout.splitlines()[-1])
         part.replace(answer)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from training.config.parallel import IN_SHARDS, StrategyName
+from training.facts.families import has_family
 from training.planner.job import KNOWN_ARCHITECTURES, Job
 
 
@@ -201,15 +202,15 @@ def our_cost_model(
     carried = "fp32" if not low else "16 bits" if travels_in_16_bits or bf16_residual else "autocast"
     by_deepspeed = strategy.startswith("zero") and is_undivided
     is_ours = strategy == "zero1" and not is_undivided
-    described = job.shape.architecture in KNOWN_ARCHITECTURES
+    family = has_family(job.shape)
     return CostModel(
         Program(
             kept=_our_kept(job, carried, kind=kind, compiled=compiled),
             reduce_bytes=reduce_bytes,
             boundary_bytes=2.0 if carried == "16 bits" else 4.0,
             sequence_parallel=sequence_parallel,
-            chunked_logits=described,
-            gathers_embedding=described and strategy in IN_SHARDS,
+            chunked_logits=family,
+            gathers_embedding=family and strategy in IN_SHARDS,
             gather_bytes=2.0 if travels_in_16_bits else 4.0,
         ),
         MemoryCosts(
@@ -218,7 +219,7 @@ def our_cost_model(
             cast_bytes=2.0 if low else 0.0,
             copy_bytes=4.0 if by_deepspeed and strategy != "zero3" else 0.0,
             frees_before_gradients=strategy == "single",
-            logit_bytes=job.width_bytes if described else 12 + 2 * job.width_bytes,
+            logit_bytes=job.width_bytes if family else 12 + 2 * job.width_bytes,
             process_gib=TORCH_GIB[kind] + (DEEPSPEED_GIB if kind == "cpu" and by_deepspeed else 0.0),
             fragmentation=0.05 if kind == "cuda" else 0.0,
         ),

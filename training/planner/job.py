@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from training.config.parallel import Precision, Stages, StrategyName
+from training.facts.families import masked_types
 from training.records.model_sizes import Part
 from training.records.plan import ModelShape, describe_stages, layer_numbers
 
@@ -99,9 +100,9 @@ class Job:
         """Whether the MLP has three matrices, as Llama's has, rather than two, as those of GPT-2 and BERT have."""
         return self.shape.architecture not in {"gpt2", "bert"}
 
-    @property
+    @cached_property
     def is_causal(self) -> bool:
-        return self.shape.architecture != "bert"
+        return self.shape.architecture not in masked_types()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from training.config.model import ModelConfig
@@ -33,6 +33,8 @@ CHOSEN_EXPERTS = (
     "top_k_experts",
     "moe_num_active_primary_experts",
 )
+ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")
+QUERIES = re.compile(r"(?!.*linear)(.*\.)(q_proj|k_proj|qkv)\.")
 COUNT_FROM_PAD = types_counting_from_pad()
 COUNT_FROM_PAD_ID = 1  # the pad token's ID of these classes, where config.json names none
 
@@ -75,7 +77,7 @@ def model_shape(
         )
     if not shape.sizes.is_counted:
         raise ValueError(
-            f"the parameters of model.path = {model.path}, a {shape.architecture} of {shape.layers} layers x "
+            f"the parameters of model.path = {model.path}, of type {shape.architecture}, {shape.layers} layers x "
             f"{shape.width:,}, are not counted: there is no torch here, and no host has counted them yet. `shardline "
             "pretrain` lets the hosts do it before it plans; to plan here, install torch (shardline[train])"
         )
@@ -143,8 +145,8 @@ def check_kind(model: ModelConfig, model_type: str) -> None:
     if model.architecture not in fitting:
         cure = "bert" if model_type in MASKED_TYPES else "path"
         raise ValueError(
-            f"model.path = {model.path} holds a {model_type}, model.architecture is {model.architecture}: "
-            f"set model.architecture={cure}"
+            f"model.path = {model.path} holds a model of type {model_type}, model.architecture is "
+            f"{model.architecture}: set model.architecture={cure}"
         )
 
 
@@ -152,8 +154,8 @@ def _check_dropout(model: ModelConfig, hf: Mapping[str, Any]) -> None:
     if model.dropout and not dropout_fields(hf):
         kind = hf.get("model_type", "unknown")
         raise ValueError(
-            f"model.dropout = {model.dropout:g}, but the {kind} in model.path = {model.path} has no dropout anywhere: "
-            "set model.dropout=0"
+            f"model.dropout = {model.dropout:g}, but the model of type {kind} in model.path = {model.path} has no "
+            "dropout anywhere: set model.dropout=0"
         )
 
 
@@ -169,15 +171,15 @@ def check_positions(config: RunConfig, hf: Mapping[str, Any], *, end_id: int) ->
     positions = rows - pad_id - 1
     if config.train.context > positions:
         raise ValueError(
-            f"train.context = {config.train.context} exceeds the {positions} positions of model.path: it is a "
+            f"train.context = {config.train.context} exceeds the {positions} positions of model.path: its type is "
             f"{hf['model_type']}, which counts them from its pad token's ID + 1 = {pad_id + 1} on, of "
             f"max_position_embeddings = {rows}: lower train.context"
         )
     if config.model.init == "pretrained" or end_id == pad_id:
         return []
     return [
-        f"positions: a {hf['model_type']} counts them from its pad token's ID + 1 on, here {end_id + 1}, so its table "
-        f"gets {rows + end_id - pad_id:,} rows for the {positions:,} positions of config.json"
+        f"positions: type {hf['model_type']} counts them from its pad token's ID + 1 on, here {end_id + 1}, so its "
+        f"table gets {rows + end_id - pad_id:,} rows for the {positions:,} positions of config.json"
     ]
 
 
@@ -208,8 +210,8 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
         if found is None:
             inside = " beside text_config, as classes have that read images or sound" if "text_config" in hf else ""
             raise ValueError(
-                f"model.path holds a {kind}, whose config.json has none of {', '.join(names)}{inside}: such a model "
-                "cannot be planned; choose a class of text alone"
+                f"model.path holds a model of type {kind}, whose config.json has none of {', '.join(names)}{inside}: "
+                "such a model cannot be planned; choose a class of text alone"
             )
         return int(max(found) if isinstance(found, list) else found)  # of each layer: the widest
 
@@ -232,9 +234,19 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
 
 
 def experts_of_a_token(hf: Mapping[str, Any]) -> int:
-    """Return the number of experts that each token is sent to; 0 if the config names none."""
-    chosen = next((hf[name] for name in CHOSEN_EXPERTS if hf.get(name)), 0)
+    """Return the number of experts that each token is sent to; 0 if the config, or one in it, names none."""
+    parts = [hf, *(part for part in hf.values() if isinstance(part, Mapping))]
+    chosen = next((part[name] for part in parts for name in CHOSEN_EXPERTS if part.get(name)), 0)
     return int(max(chosen) if isinstance(chosen, list) else chosen)  # of each layer: the most
+
+
+def attention_among(names: Collection[str]) -> set[str]:
+    """Return those of a layer's parameters that belong to attention with scores, which linear attention has not.
+
+    Some hybrids call attention a mixer, as they call what stands in its place: it is the one that makes queries.
+    """
+    asking = tuple(found[1] for name in names if (found := QUERIES.match(name)))
+    return {name for name in names if ATTENTION.search(name) or name.startswith(asking)}
 
 
 def _head_dim(hf: Mapping[str, Any]) -> int:

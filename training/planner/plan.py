@@ -223,7 +223,7 @@ def _compile_refusal(config: RunConfig, shape: ModelShape, inventory: Inventory)
     if config.parallel.strategy == "zero3":
         return "zero3 gathers weights inside each layer"
     if shape.architecture not in KNOWN_ARCHITECTURES:
-        return f"whether a {shape.architecture} model's layers compile is not known; train.compile=true tries it"
+        return f"whether layers of type {shape.architecture} compile is not known; train.compile=true tries it"
     for host in inventory.hosts:
         if host.compile_lacks:
             return f"on {host.name} {host.compile_lacks}"
@@ -345,8 +345,8 @@ def _check_packing(config: RunConfig, shape: ModelShape) -> None:
     packing = config.train.packing
     if packing in OWN_DOCUMENT and (why := why_not(shape, "documents")):
         raise ValueError(
-            f"train.packing={packing} keeps attention within documents, which a {shape.architecture} model cannot: "
-            f"{why}: set train.packing=padded, or stream"
+            f"train.packing={packing} keeps attention within documents, which models of type {shape.architecture} "
+            f"cannot: {why}: set train.packing=padded, or stream"
         )
 
 
@@ -383,8 +383,8 @@ def _check_residual(config: RunConfig, shape: ModelShape, precisions: Sequence[P
         )
     if why := why_not(shape, "pp"):
         raise ValueError(
-            f"train.residual=bf16 does not work with a {shape.architecture} model: {why}: set train.residual=fp32, or "
-            "parallel.strategy=fsdp, which carries bf16 in any model"
+            f"train.residual=bf16 does not work with models of type {shape.architecture}: {why}: set "
+            "train.residual=fp32, or parallel.strategy=fsdp, which carries bf16 in any model"
         )
 
 
@@ -399,7 +399,7 @@ def _check_fp8_by(
         f"has train.compile={config.train.compile}, and its casts are slow unless compiled": (
             config.train.compile is not True
         ),
-        f"is a {shape.architecture} model, whose layers are not torch's Linear": shape.architecture
+        f"has a model of type {shape.architecture}, whose layers are not torch's Linear": shape.architecture
         not in {"llama", "bert"},
         f"has parallel.tp = {tp}, whose pieces of layers are our own": tp > 1,
     }

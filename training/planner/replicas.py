@@ -681,7 +681,7 @@ def _pinned_stages(
         raise ValueError(
             f"parallel.stages = {[list(sizes) for sizes in stages]}: each replica's stages must have the "
             f"{shape.layers} layers of the model together"
-            + (f", and a {shape.architecture} model has no stages: {why}" if why else "")
+            + (f", and models of type {shape.architecture} have no stages: {why}" if why else "")
         )
     tp = max(1, config.parallel.tp)
     num_ranks = tp * sum(map(len, stages))

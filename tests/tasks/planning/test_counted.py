@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.hardware.preflight import token
-from tasks.planning.counted import counted_by_hosts, counted_shape
+from tasks.planning.counted import FOLDER, counted_by_hosts, counted_shape
 from tasks.planning.describe import describe_plan
 from tasks.planning.plan import plan_run
 from tests.support.configs import inventory, tiny_config
@@ -54,20 +54,40 @@ def saved(folder: Path, kind: str, *, weights: bool = True, **more: Any) -> tupl
         ("qwen2", {"tie_word_embeddings": True}),
         ("starcoder2", {"num_key_value_heads": 2}),
         ("gpt2", {}),
+        ("gemma", {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}),
+        ("gpt_neox", {"intermediate_size": 48}),
     ],
 )
 def test_headers_of_weights_are_counted_without_torch(
     kind: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, parameters = saved(tmp_path / "model", kind, **more)
+    file = tmp_path / "model" / "config.json"
+    settings = json.loads(file.read_text())
+    is_tied = kind in {"qwen2", "starcoder2", "gpt2", "gemma"}
+    if kind in {"gpt2", "gemma", "gpt_neox"}:  # as the class has it by default
+        settings.pop("tie_word_embeddings", None)
+        file.write_text(json.dumps(settings))
     hide_torch(monkeypatch)
     shape = counted_shape(config)
     assert shape is not None
     assert (shape.parameters, shape.sizes.counted) == (parameters, "safetensors headers")
+    assert (shape.tied, shape.sizes.tied, shape.sizes.looked_up > 0) == (is_tied, is_tied, not is_tied)
     assert shape.sizes.num_layers == shape.layers
     if kind == "mixtral":
         idle = 2 * 2 * 3 * 32 * 48  # in each of two layers, two of four experts
         assert shape.sizes.used == parameters - idle
+
+
+def test_weights_without_a_number_of_words_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = saved(tmp_path, "gpt2")
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    del settings["vocab_size"]
+    file.write_text(json.dumps(settings))
+    hide_torch(monkeypatch)
+    with pytest.raises(ValueError, match=r"config.json has no vocab_size: add it"):
+        counted_shape(config)
 
 
 def test_weights_that_are_the_classs_are_counted_by_their_headers_and_kept(tmp_path: Path) -> None:
@@ -85,7 +105,7 @@ def test_a_head_without_torch_counts_nothing_until_a_host_has(tmp_path: Path, mo
     config, parameters = saved(tmp_path / "model", "mixtral", weights=False, **EXPERTS)
     hide_torch(monkeypatch)
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "home"))
-    with pytest.raises(ValueError, match=r"a mixtral of 2 layers x 32, are not counted: .*no torch here.*install"):
+    with pytest.raises(ValueError, match=r"of type mixtral, 2 layers x 32, are not counted: .*no torch here.*install"):
         plan_run(config, inventory=inventory(1))
     run_dir = tmp_path / "home" / "run"
     run_dir.mkdir()
@@ -108,6 +128,25 @@ def test_a_head_without_torch_counts_nothing_until_a_host_has(tmp_path: Path, mo
     plan = plan_run(config, inventory=inventory(1))
     assert plan.shape.parameters == parameters
     assert plan.shape.sizes.counted.startswith("counted on node n7 with transformers ")
+
+
+def test_another_release_of_transformers_counts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its classes may have other parameters."""
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "home"))
+    config, parameters = saved(tmp_path / "model", "gpt2", weights=False)
+    first = counted_shape(config)
+    (kept,) = (tmp_path / "home" / FOLDER).iterdir()
+    kept.write_text(kept.read_text().replace("counted on meta", "counted before"))
+    hide_torch(monkeypatch)
+    again = counted_shape(config)
+    assert first is not None
+    assert again is not None
+    assert (again.parameters, again.sizes.counted[:14]) == (parameters, "counted before")
+    info = tmp_path / "newer" / "transformers-99.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0\n")
+    monkeypatch.syspath_prepend(str(info.parent))
+    assert counted_shape(config) is None
 
 
 def test_a_plan_says_what_a_rank_of_each_stage_has_and_what_tp_divides() -> None:

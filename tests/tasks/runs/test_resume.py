@@ -313,3 +313,21 @@ def test_other_prompts_are_answered_anew(run: Any) -> None:
     assert report.exists()
     begun.replan(begun.with_overrides(checkpoint__every_steps=9, evaluation__prompts=["a"]))
     assert not report.exists()
+
+
+def test_a_run_that_an_earlier_version_planned_by_the_bare_config_json_is_resumed(run: Any, tmp_path: Path) -> None:
+    """It took a default that config.json omits for something else than the class does."""
+    given = {"model_type": "olmoe", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 300, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(given | experts))
+    model = {"model__architecture": "path", "model__path": str(tmp_path), "model__kv_heads": 0}
+    begun = run(**model)
+    kept = read_plan(begun.folder)
+    earlier = {"kv_heads": 4, "mlp_width": 128, "tied": True, "adds_loss": True}
+    kept.model_copy(update={"shape": kept.shape.model_copy(update=earlier)}).write(begun.folder / "plan.json")
+    again = begun.replan(begun.with_overrides(train__seed=7))
+    assert (again.config.train.seed, again.shape) == (7, kept.shape)
+    words = kept.shape.model_copy(update={"vocab_size": 299})
+    kept.model_copy(update={"shape": words}).write(begun.folder / "plan.json")
+    with pytest.raises(ValueError, match=r"do not fit the model of the new settings \(vocab_size 299 -> \d+\)"):
+        begun.replan(begun.with_overrides(train__seed=8))

@@ -174,7 +174,7 @@ def test_the_loss_in_chunks_has_the_tail_of_its_class(tail: Tail) -> None:
 @pytest.mark.parametrize(
     ("model_type", "overrides", "words"),
     [
-        ("bloom", {"train__packing": "documents"}, "a bloom model cannot: its forward takes no positions"),
+        ("bloom", {"train__packing": "documents"}, "models of type bloom cannot: its forward takes no positions"),
         ("opt", {"parallel__tp": 2}, "a opt model cannot be split by parallel.tp = 2: transformers has no tensor-"),
         ("albert", {"parallel__pp": 2}, "albert model cannot be split by parallel.pp = 2: its layers are no chain"),
     ],

@@ -106,7 +106,7 @@ def test_positions_that_are_counted_from_the_pad_token_on_suffice(
     model = build_model(plan)
     inputs = torch.full((1, 16), 7)
     assert model(inputs, inputs).isfinite()
-    with pytest.raises(ValueError, match=r"train.context = 17 exceeds the 16 positions .*: it is a roberta"):
+    with pytest.raises(ValueError, match=r"train.context = 17 exceeds the 16 positions .*: its type is roberta"):
         make_run("too long", **settings | {"train__context": 17})
 
 

@@ -100,13 +100,13 @@ def test_dropout_is_ours_whatever_config_json_says(
     [
         ("llama", {"vocab_size": VOCAB - 1}, {"model__init": "pretrained"}, f"has {VOCAB} tokens, .* only {VOCAB - 1}"),
         ("llama", {"max_position_embeddings": 8}, {}, "train.context = 16 exceeds the 8 positions"),
-        ("bert", {}, {}, "holds a bert, model.architecture is path: set model.architecture=bert"),
+        ("bert", {}, {}, "holds a model of type bert, model.architecture is path: set model.architecture=bert"),
         ("llama", {}, {"model__architecture": "gpt2", "model__init": "pretrained"}, "set model.architecture=path"),
         (
             "mamba",
             {},
             {"model__dropout": 0.1},
-            "dropout = 0.1, but the mamba .* has no dropout .*: set model.dropout=0",
+            "dropout = 0.1, but the model of type mamba .* has no dropout .*: set model.dropout=0",
         ),
     ],
 )

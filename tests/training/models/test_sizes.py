@@ -167,6 +167,14 @@ def test_work_is_that_of_the_experts_and_heads_that_a_token_meets() -> None:
     assert (job.q_width, job.kv_width, job.mlp_width) == (4096, 512, pytest.approx(8 * 768, rel=0.01))
 
 
+def test_attention_that_a_hybrid_calls_a_mixer_has_scores() -> None:
+    """Of Nemotron-H's layers, whose state spaces, experts and MLPs are mixers too."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300}
+    shape = count_model(AutoConfig.for_model("nemotron_h", **sizes), objective="causal")
+    assert (shape.sizes.attention_layers, shape.sizes.num_layers) == (1, 4)
+    assert [layer.attention for layer in shape.sizes.layers if layer.attention] == [2 * 32 * 32 + 2 * 32 * 16]
+
+
 def test_a_plan_of_an_earlier_version_keeps_its_parameters() -> None:
     fields = own_plan("llama", tied=False).shape.model_dump(mode="json")
     older = {name: value for name, value in fields.items() if name not in {"sizes", "head_dim"}}
@@ -177,13 +185,34 @@ def test_a_plan_of_an_earlier_version_keeps_its_parameters() -> None:
 
 
 def test_a_class_without_layers_of_its_own_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"a gemma3, whose config\.json has none of hidden_size.*class of text"):
+    with pytest.raises(
+        ValueError, match=r"a model of type gemma3, whose config\.json has none of hidden_size.*class of text"
+    ):
         count_model(AutoConfig.for_model("gemma3"), objective="causal")
+
+
+def test_experts_that_a_config_names_in_a_part_of_it_are_counted() -> None:
+    """dbrx keeps the matrices of all experts in one of two dimensions."""
+    part = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
+    own = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 300}
+    settings = AutoConfig.for_model("dbrx", **own, ffn_config=part, attn_config={"kv_n_heads": 2})
+    settings.attn_config.rope_theta = 1e4
+    shape = count_model(settings, objective="causal")
+    assert shape.parameters - shape.sizes.used == 2 * 3 * (2 * 48) * 32  # in each layer two of four experts are idle
+
+
+def test_the_program_names_a_type_that_transformers_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "tomorrow"}')
+    assert main(tmp_path / "config.json", "causal", "n7") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("model.path: transformers 5.")
+    for words in ("on node n7 cannot read its config.json", "model type `tomorrow`", "Choose a model of a type that"):
+        assert words in line
 
 
 def test_the_program_names_a_class_that_cannot_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
     assert main(tmp_path / "config.json", "causal") == 2
     assert capsys.readouterr().err.startswith(
-        "model.path holds a t5, which cannot be built: Unrecognized configuration"
+        "model.path holds a model of type t5, which cannot be built: Unrecognized configuration"
     )

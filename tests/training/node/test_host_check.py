@@ -13,8 +13,18 @@ from typing import Any
 import pytest
 
 import training
-from training.node import infiniband
-from training.node.host_check import Asked, local_addresses, prepare_host_memory, sources_sha256
+from training.node import host_check, infiniband
+from training.node.host_check import (
+    COUNT_S,
+    Asked,
+    count_models,
+    counted_name,
+    counting_s,
+    local_addresses,
+    prepare_host_memory,
+    request_name,
+    sources_sha256,
+)
 
 
 def look(folder: Path, **more: Any) -> dict[str, Any]:
@@ -32,6 +42,19 @@ def test_all_is_well_where_the_launchers_file_is_seen(tmp_path: Path) -> None:
     assert (tmp_path / ".preflight-t-a").read_text() == "a"
     assert report["hostname"] == socket.gethostname()
     assert report["disk_free_gib"] > 0
+
+
+def test_a_model_is_counted_once_within_a_time_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, answer = tmp_path / request_name("causal"), tmp_path / counted_name("causal")
+    assert counting_s(tmp_path) == 0
+    request.write_text('{"model_type": "tomorrow"}')
+    assert counting_s(tmp_path) == COUNT_S
+    asked = Asked("a", str(tmp_path), str(tmp_path), "t", "127.0.0.1", "lo", 0, 0.001, 0.001)
+    monkeypatch.setattr(host_check, "COUNT_S", 0.01)
+    (finding,) = count_models(asked, tmp_path)
+    assert finding.startswith("model.path's parameters were not counted within 0.01 s on a: start the run again")
+    answer.touch()
+    assert count_models(asked, tmp_path) == []
 
 
 def test_another_folder_is_left_as_it_was(tmp_path: Path) -> None:

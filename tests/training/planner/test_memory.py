@@ -124,6 +124,36 @@ def test_what_our_layers_keep_is_what_torch_saves(
     assert sum(saved.values()) == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("more", "in_chunks"),
+    [
+        ({"architecture": "qwen3"}, True),  # its layers and ends were found
+        ({"architecture": "qwen3_moe", "adds_loss": True}, False),  # beside cross-entropy: its class's own forward
+        ({"architecture": "xlnet"}, False),  # its layers are no chain
+        ({"architecture": "a_type_of_tomorrow"}, False),
+    ],
+)
+def test_logits_are_whole_where_the_class_runs_whole(more: dict[str, Any], in_chunks: bool) -> None:
+    """64 sequences of 2,048 tokens have 25 GiB of logits in fp32, which the loss in chunks never has at one time."""
+    given = ({"architecture": "llama", "tied": False}, more | {"tied": False})
+    jobs = [replace(GPT3, shape=GPT3.shape.model_copy(update=each)) for each in given]
+    fsdp = replace(ONE, strategy="fsdp", dp=8, micro_batch=64)
+    llama, other = (memory_gib(job, fsdp, our_cost_model(job, "fsdp", kind="cuda"), num_shards=8) for job in jobs)
+    assert (other == llama) == in_chunks
+    assert (other["logits"] < 25) == in_chunks
+
+
+@pytest.mark.parametrize(("architecture", "share"), [("modernbert", 1.0), ("qwen3", 0.5)])
+def test_attention_that_sees_both_sides_has_twice_the_products(architecture: str, share: float) -> None:
+    """A GPU computes only what a causal mask leaves."""
+    found = cluster_of(inventory(1, kind="cuda"), [1], precision="bf16")
+    types = ("bert", architecture)
+    jobs = [replace(GPT3, shape=GPT3.shape.model_copy(update={"architecture": each})) for each in types]
+    model = our_cost_model(GPT3, "ddp", kind="cuda")
+    bert, other = (step_s(job, ONE, model, found, num_shards=1)["attention"] for job in jobs)
+    assert other == pytest.approx(share * bert)
+
+
 def test_a_pipeline_holds_as_many_micro_batches_as_stages_and_pays_a_bubble() -> None:
     found = cluster_of(hypothetical_inventory("8x8xA100-80GB-SXM,8x200Gb"), [8] * 8, precision="bf16")
     layout = replace(ONE, tp=8, pp=8, recompute="selective")

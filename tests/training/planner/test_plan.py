@@ -231,7 +231,9 @@ def test_documents_are_kept_apart_only_by_classes_that_can(packing: str) -> None
         model__architecture="path", model__path="somewhere", model__dropout=0.0, train__packing=packing
     )
     bloom = AutoConfig.for_model("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=61)
-    with pytest.raises(ValueError, match=rf"packing={packing} .* a bloom model cannot: its forward takes no positions"):
+    with pytest.raises(
+        ValueError, match=rf"packing={packing} .* models of type bloom cannot: its forward takes no positions"
+    ):
         make_plan(config, inventory(2), hf_config=bloom.to_dict(), hf_shape=count_model(bloom, objective="causal"))
 
 
