@@ -274,14 +274,14 @@ def _trace(hf: Any, name: str, head: Any, *, in_pairs: bool) -> _Found | None:
     training, given = hf.training, torch.tensor([TOKENS], device=head.weight.device)
     computes = "cpu" if given.is_meta else given.device
     reaches = (torch.linspace(-reach, reach, len(head.weight), device=computes) for reach in (1e-3, 1.0, 100.0))
-    ramp = torch.stack([*reaches])[None]
+    ramp = torch.stack([*reaches])[None].to(head.weight.dtype).float()  # stays equal if the class casts it back
     off = {key: False for key in ("use_cache", "output_router_logits") if key in arguments}
     labels = {"labels": given} if "labels" in arguments and not given.is_meta else {}
     hf.eval()
     try:
         with (
             layers_run(hf, name, {}, passed),
-            _replaced_forward(head, lambda hidden: ramp.to(hidden.dtype)),
+            _replaced_forward(head, lambda hidden: ramp),
             hugging_face.unmasked(hf),
         ):
             result = hf(input_ids=given, **labels, **off)
@@ -327,11 +327,12 @@ def _fit(ramp: Tensor, logits: Tensor) -> Tail | None:
     """Return what made `logits` of `ramp`, [1, 3, words], each row of larger numbers; None: no tail is known to."""
     if logits.shape != ramp.shape:
         return None
+    fit = max(FIT, 4 * torch.finfo(logits.dtype).eps)
     ramp, logits = ramp.double(), logits.double()
     scale = float(logits[0, 0, -1] / ramp[0, 0, -1])
     rounded = float(f"{scale:.6g}")
-    for tail in (Tail(rounded), Tail(rounded, _cap(float(scale * ramp[0, 2, -1]), float(logits[0, 2, -1])))):
-        if tail.cap != 0 and torch.allclose(tail(ramp), logits, rtol=FIT, atol=1e-9):
+    for tail in (PLAIN, Tail(rounded), Tail(rounded, _cap(float(scale * ramp[0, 2, -1]), float(logits[0, 2, -1])))):
+        if tail.cap != 0 and torch.allclose(tail(ramp), logits, rtol=fit, atol=1e-9):
             return tail
     return None
 

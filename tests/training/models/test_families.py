@@ -146,6 +146,16 @@ def test_what_a_model_is_made_of_is_found() -> None:
     assert bert.before[-1] == "bert.embeddings.LayerNorm"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "granite", "bert"])
+def test_what_a_model_is_made_of_is_the_same_in_half_precision(model_type: str, dtype: torch.dtype) -> None:
+    """gemma3_text caps its logits, granite divides them by 8."""
+    model = tiny(model_type)
+    whole = family_of(model)
+    assert whole is not None
+    assert family_of(model.to(dtype)) == whole
+
+
 @pytest.mark.parametrize("model_type", ["albert", "hrm_text"])
 def test_layers_that_form_no_chain_are_no_family(model_type: str) -> None:
     """ALBERT calls one layer several times, HRM its layers in two loops."""
