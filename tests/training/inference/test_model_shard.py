@@ -49,3 +49,21 @@ def test_shards_decode_in_half_precision(model_type: str, dtype: torch.dtype, tm
     with torch.inference_mode():
         expected = hf(input_ids=torch.tensor([text])).logits[:, -1].float()
     assert (got - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "starcoder2", "phi3", "qwen2", "gemma2", "gpt_oss"])
+def test_shards_decode_rows_of_unlike_length_further_than_a_window_reaches(model_type: str, tmp_path: Path) -> None:
+    """All but llama have a window of 5 tokens in some layers; gemma2 caps scores, gpt_oss has sinks."""
+    hf = tiny_model(model_type).eval()
+    hf.save_pretrained(tmp_path)
+    shard = shard_of(tmp_path, torch.float32)
+    texts = [tuple(range(3, 20)), tuple(range(40, 43)), tuple(range(60, 71))]
+    for row, text in enumerate(texts):
+        shard.run(Prefill(batch=0, row=row, ids=text))
+    for token in (21, 22):
+        lengths = tuple(map(len, texts))
+        got = shard.run(Extend(batch=0, tokens=(token,) * len(texts), positions=lengths))
+        texts = [(*text, token) for text in texts]
+    with torch.inference_mode():
+        expected = torch.cat([hf(input_ids=torch.tensor([text])).logits[:, -1] for text in texts])
+    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
