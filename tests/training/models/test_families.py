@@ -170,7 +170,7 @@ def test_a_model_that_runs_whole_says_why_and_what_to_set() -> None:
 @pytest.mark.parametrize("model_type", ["albert", "hrm_text"])
 def test_layers_that_form_no_chain_are_no_family(model_type: str) -> None:
     """ALBERT calls one layer several times, HRM its layers in two loops."""
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="its layers are no chain"):
         family_of(tiny(model_type))
     assert not can(model_type, "pp")
 
@@ -198,6 +198,8 @@ def test_the_loss_in_chunks_has_the_tail_of_its_class(tail: Tail) -> None:
     [
         ("bloom", {"train__packing": "documents"}, "a bloom model cannot: its forward takes no positions"),
         ("opt", {"parallel__tp": 2}, "a opt model cannot be split by parallel.tp = 2: transformers has no tensor-"),
+        ("biogpt", {"parallel__pp": 2}, r"its admission test failed for pp \(details: training/facts/families\.json\)"),
+        ("phi4_multimodal", {"parallel__pp": 2}, "belongs to no stage"),
         ("albert", {"parallel__pp": 2}, "albert model cannot be split by parallel.pp = 2: its layers are no chain"),
     ],
 )
