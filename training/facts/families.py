@@ -44,7 +44,10 @@ def why_not(shape: ModelShape, ability: Ability) -> str | None:
     """Return why a model cannot do this, in words; None if it can."""
     if shape.adds_loss:
         return "its config.json asks for a loss beside cross-entropy, which only a whole model computes"
-    return why_type_cannot(shape.architecture, ability)
+    why = why_type_cannot(shape.architecture, ability)
+    if why is None or "its test" not in why:
+        return why
+    return f"its admission test failed for {ability} (details: training/facts/{TABLE.name})"
 
 
 def has_family(shape: ModelShape) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint.safetensors_files import TensorFiles
 from training.exports.arguments import cache_argument
-from training.facts.families import can
+from training.facts.families import adds_loss, can
 from training.inference.kv_cache import KeyValues
 from training.inference.steps import SKIPPED, Extend, Forward, Move, Prefill
 from training.models import hugging_face
@@ -148,7 +148,7 @@ def load_shard(
 ) -> LanguageModel:
     """Load only this rank's weights of a model, on the CPU: pieces of matrices, or some layers.
 
-    Raises ValueError if the folder does not have the model's tensors.
+    Raises ValueError if the folder does not have the model's tensors, or the model cannot be split.
     """
     from transformers import AutoConfig
 
@@ -157,6 +157,7 @@ def load_shard(
         hf = auto_class_of("causal").from_config(settings, dtype=dtype)
     hf.tie_weights()
     model = LanguageModel(hf.eval(), precision="fp32")
+    family = model.known_family(cure="serve it with inference.engine=onnx, or vllm")
     saved = saved_shapes(folder)
     short = {name: name.removeprefix(f"{hf.base_model_prefix}.") for name in model.state_shapes}  # in the hub's gpt2
     names = {name: name if name in saved else short[name] for name in model.state_shapes}
@@ -170,9 +171,8 @@ def load_shard(
     if tensor is not None:
         shard_matrices(model, tensor)
     keep_stages(model, {stage: layer_numbers(even_stages(len(layers_of(hf)), stages))[stage]}, last=stages - 1)
-    assert model.family is not None
     # A tied embedding is saved once: the last stage's copy has the embedding's name in the files.
-    weights, embedding = TensorFiles(folder, "model"), names[f"{model.family.embedding}.weight"]
+    weights, embedding = TensorFiles(folder, "model"), names[f"{family.embedding}.weight"]
     with torch.no_grad():
         for name, target in state_of(hf).items():
             whole, cut = weights[names.get(name, embedding)], model.cuts.get(name)
@@ -181,7 +181,8 @@ def load_shard(
 
 
 def is_admitted(folder: Path) -> bool:
-    """Return whether models of this type can be split and decoded with our cache."""
+    """Return whether this model can be split and decoded with our cache."""
     from transformers import AutoConfig
 
-    return can(AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type, "cached")
+    settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return can(settings.model_type, "cached") and not adds_loss(vars(settings))

@@ -22,6 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 from training.models import hugging_face
 
 ATTENTION = "by_document"  # the name registered with transformers
+UNMASKED = "by_document_unmasked"  # … for models of which transformers makes no mask
 TOKENS = 2  # the dimension of tokens in [batch, heads, context, head width]
 # FlashAttention needs this compute capability, and heads of at most this width, a multiple of 8.
 FLASH_CAPABILITY, FLASH_HEAD_WIDTH = (8, 0), 256
@@ -57,16 +58,20 @@ def has_flash(device: torch.device, dtype: torch.dtype, *, head_width: int) -> b
     return dtype != torch.float32 and head_width <= FLASH_HEAD_WIDTH and head_width % 8 == 0
 
 
-def attend_by_document(hf: Any) -> None:
-    """Let a model's attention take `document_bounds` or a BlockMask as its mask; other masks are passed to "sdpa"."""
+def attend_by_document(hf: Any, *, masked: bool = True) -> None:
+    """Let a model's attention take `document_bounds` or a BlockMask as its mask; other masks are passed to "sdpa".
+
+    `masked`: whether the class makes its own mask where it is given none.
+    """
     _register()
-    hugging_face.set_attention(hf, ATTENTION)
+    hugging_face.set_attention(hf, ATTENTION if masked else UNMASKED)
 
 
 @functools.cache
 def _register() -> None:
-    by_sdpa = hugging_face.by_sdpa()
-    hugging_face.register_attention(ATTENTION, functools.partial(_attention, by_sdpa=by_sdpa), masked=True)
+    attention = functools.partial(_attention, by_sdpa=hugging_face.by_sdpa())
+    hugging_face.register_attention(ATTENTION, attention, masked=True)
+    hugging_face.register_attention(UNMASKED, attention, masked=False)
 
 
 def document_bounds(documents: Tensor, pieces: Sequence[slice], *, causal: bool) -> Tensor:
@@ -146,8 +151,7 @@ def _attention(
     causal: bool = getattr(module, "is_causal", True)
     options: dict[str, Any] = {"causal": causal, "scale": named.get("scaling")}
     if asked := own_rules(query, value, named):
-        places = torch.arange(query.shape[TOKENS], device=query.device)
-        dropout = named.get("dropout", 0.0)
+        places, dropout = _places(query, key, attention_mask), named.get("dropout", 0.0)
         return attend_by_rules(query, key, value, attention_mask, places, dropout=dropout, **options, **asked), None
     if not is_of_documents(attention_mask):
         return by_sdpa(module, query, key, value, attention_mask, **named)
@@ -155,10 +159,26 @@ def _attention(
 
 
 def own_rules(query: Tensor, value: Tensor, named: dict[str, Any]) -> dict[str, Any]:
-    """Return what a layer asks of attention that no kernel here computes: a window, a softcap, sinks, other widths."""
+    """Return what a layer asks of attention that no kernel here computes: a window, a softcap, sinks, other widths.
+
+    `value` is of the whole sequence: a window that is no shorter hides none of it.
+    """
     asked = {"window": named.get("sliding_window"), "cap": named.get("softcap"), "sinks": named.get("s_aux")}
+    if asked["window"] is not None and asked["window"] >= value.shape[TOKENS]:
+        asked["window"] = None
     asked = {rule: value for rule, value in asked.items() if value is not None}
     return asked or ({"window": None} if query.shape[-1] != value.shape[-1] else {})
+
+
+def _places(query: Tensor, key: Tensor, mask: Any) -> Tensor:
+    """Return the places of queries among the keys: the last ones, as in a sequence or with a cache of equal rows.
+
+    Rows of a cache that differ in length have one query each, at the last key that the mask lets it see.
+    """
+    queries, keys = query.shape[TOKENS], key.shape[TOKENS]
+    if queries == 1 < keys and isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        return mask.sum(-1) - 1
+    return torch.arange(keys - queries, keys, device=key.device)
 
 
 def attend_by_rules(
@@ -177,12 +197,12 @@ def attend_by_rules(
 ) -> Tensor:
     """Attend with a dense mask, by the rules that a layer asks for; shapes as in `attend`.
 
-    `places`: of the queries, [own tokens]. window: a token sees fewer tokens back than this. cap: of scores (Gemma 2).
-    sinks: a score for each head that takes part in the softmax (gpt-oss).
+    `places`: of the queries, [own tokens], or [batch, 1, own tokens] if rows differ. window: a token sees fewer tokens
+    back than this. cap: of scores (Gemma 2). sinks: a score for each head that takes part in the softmax (gpt-oss).
     """
     sees = _dense(mask, query.shape[TOKENS], key)
     keys = torch.arange(key.shape[TOKENS], device=key.device)
-    distance = places[:, None] - keys
+    distance = places[..., None] - keys
     if causal:
         sees = sees & (distance >= 0)
     if window is not None:

@@ -104,17 +104,22 @@ class Family:
         return [name for name in self.after if not f"{self.head}.".startswith(f"{name}.")]
 
 
-def family_of(hf: Any) -> Family | None:
-    """Return what a model is made of; None if its layers are no chain, or its logits are not its head's: it runs whole.
+def family_of(hf: Any) -> Family:
+    """Return what a model is made of. Raises ValueError, with the cause, if it runs whole.
 
     Runs the class's forward on three tokens, without its layers: that touches few of its weights.
     """
     head, embedding, name = hf.get_output_embeddings(), hf.get_input_embeddings(), layers_name(hf)
     if head is None or embedding is None or name is None or not hasattr(head, "weight"):
-        return None
-    found = next(filter(None, (_traced(hf, name, head, in_pairs=in_pairs) for in_pairs in (False, True))), None)
-    if found is None:
-        return None
+        raise ValueError("it has no list of layers between an embedding and a head")
+    try:
+        found = _trace(hf, name, head, in_pairs=False)
+    except Exception as alone:
+        try:
+            found = _trace(hf, name, head, in_pairs=True)
+        except Exception as in_pairs:
+            whys = dict.fromkeys(str(error) or type(error).__name__ for error in (alone, in_pairs))
+            raise ValueError("; ".join(whys)) from in_pairs
     names = {id(module): path for path, module in hf.named_modules()}
     return Family(
         layers=name,
@@ -253,15 +258,8 @@ class _Found:
     in_pairs: bool
 
 
-def _traced(hf: Any, name: str, head: Any, *, in_pairs: bool) -> _Found | None:
-    try:
-        return _trace(hf, name, head, in_pairs=in_pairs)
-    except Exception:
-        return None
-
-
 @torch.no_grad()
-def _trace(hf: Any, name: str, head: Any, *, in_pairs: bool) -> _Found | None:
+def _trace(hf: Any, name: str, head: Any, *, in_pairs: bool) -> _Found:
     layers, arguments = hf.get_submodule(name), inspect.signature(type(hf).forward).parameters
     passed = [Passed(layer, in_pairs=in_pairs) for layer in layers]
     inside = {id(module) for module in layers.modules()}
@@ -271,17 +269,17 @@ def _trace(hf: Any, name: str, head: Any, *, in_pairs: bool) -> _Found | None:
         if id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
             handles.append(module.register_forward_hook(_result_hook(called, path)))
             handles.append(module.register_forward_pre_hook(_result_hook(called, path)))
-    training, given = hf.training, torch.tensor([TOKENS], device=head.weight.device)
+    training, given = hf.training, torch.tensor([TOKENS], device=head.weight.device) % len(head.weight)
     computes = "cpu" if given.is_meta else given.device
     reaches = (torch.linspace(-reach, reach, len(head.weight), device=computes) for reach in (1e-3, 1.0, 100.0))
-    ramp = torch.stack([*reaches])[None]
+    ramp = torch.stack([*reaches])[None].to(head.weight.dtype).float()  # stays equal if the class casts it back
     off = {key: False for key in ("use_cache", "output_router_logits") if key in arguments}
     labels = {"labels": given} if "labels" in arguments and not given.is_meta else {}
     hf.eval()
     try:
         with (
             layers_run(hf, name, {}, passed),
-            _replaced_forward(head, lambda hidden: ramp.to(hidden.dtype)),
+            _replaced_forward(head, lambda hidden: ramp),
             hugging_face.unmasked(hf),
         ):
             result = hf(input_ids=given, **labels, **off)
@@ -291,11 +289,13 @@ def _trace(hf: Any, name: str, head: Any, *, in_pairs: bool) -> _Found | None:
             handle.remove()
     order = [place for place, (each, _) in enumerate(called) if isinstance(each, Passed)]
     shapes, tail = {called[place][1] for place in order}, _fit(ramp, result.logits)
-    if [called[place][0] for place in order] != passed or len(shapes) != 1 or tail is None:
-        return None
-    (shape,) = shapes
-    if shape[:2] != (1, len(TOKENS)) or (labels and not is_cross_entropy(result.loss, result.logits, given)):
-        return None
+    shape, *others = shapes or [()]
+    if [called[place][0] for place in order] != passed or others or shape[:2] != (1, len(TOKENS)):
+        raise ValueError("its layers are no chain")
+    if tail is None:
+        raise ValueError("its logits are not its head's")
+    if labels and not is_cross_entropy(result.loss, result.logits, given):
+        raise ValueError("its loss is not the cross-entropy of its logits")
     before = {path: width for path, width in called[: order[0]] if isinstance(path, str) and width}
     after = list(dict.fromkeys(path for path, _ in called[order[-1] + 1 :] if isinstance(path, str)))
     return _Found(before, after, shape[2:], tail, in_pairs)
@@ -327,11 +327,12 @@ def _fit(ramp: Tensor, logits: Tensor) -> Tail | None:
     """Return what made `logits` of `ramp`, [1, 3, words], each row of larger numbers; None: no tail is known to."""
     if logits.shape != ramp.shape:
         return None
+    fit = max(FIT, 4 * torch.finfo(logits.dtype).eps)
     ramp, logits = ramp.double(), logits.double()
     scale = float(logits[0, 0, -1] / ramp[0, 0, -1])
     rounded = float(f"{scale:.6g}")
-    for tail in (Tail(rounded), Tail(rounded, _cap(float(scale * ramp[0, 2, -1]), float(logits[0, 2, -1])))):
-        if tail.cap != 0 and torch.allclose(tail(ramp), logits, rtol=FIT, atol=1e-9):
+    for tail in (PLAIN, Tail(rounded), Tail(rounded, _cap(float(scale * ramp[0, 2, -1]), float(logits[0, 2, -1])))):
+        if tail.cap != 0 and torch.allclose(tail(ramp), logits, rtol=fit, atol=1e-9):
             return tail
     return None
 

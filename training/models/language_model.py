@@ -49,7 +49,13 @@ class LanguageModel(nn.Module):
         self.hf = hf
         self.state_shapes = {name: tensor.shape for name, tensor in state_of(hf).items()}  # whole, before ranks cut it
         self.compute_in(precision)
-        self.family: Family | None = None if adds_loss(vars(hf.config)) else family_of(hf)
+        self.family: Family | None = None
+        self.why_whole = "its config.json asks for a loss beside cross-entropy" if adds_loss(vars(hf.config)) else ""
+        if not self.why_whole:
+            try:
+                self.family = family_of(hf)
+            except ValueError as error:
+                self.why_whole = str(error)
         self.causal = not type(hf).__name__.endswith("ForMaskedLM")
         self.tied = self.family is not None and self.output()[0] is hf.get_submodule(self.family.embedding).weight
         self.num_words = 0 if self.family is None else len(self.output()[0])
@@ -73,12 +79,11 @@ class LanguageModel(nn.Module):
         if self.by_document:
             attend_by_document(hf)
 
-    def known_family(self) -> Family:
+    def known_family(self, *, cure: str = "set parallel.tp=1 parallel.pp=1 parallel.cp=1") -> Family:
         """Return what the model is made of. Raises ValueError if that was not found, although its type is admitted."""
         if self.family is None:
             raise ValueError(
-                f"{type(self.hf).__name__} with this config.json cannot be split over ranks: its layers are no chain, "
-                "or its logits are not its head's: set parallel.tp=1 parallel.pp=1 parallel.cp=1"
+                f"{type(self.hf).__name__} with this config.json runs only whole: {self.why_whole}: {cure}"
             )
         return self.family
 
@@ -278,7 +283,8 @@ class LanguageModel(nn.Module):
 
     def _whole_inputs(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> dict[str, Tensor]:
         """Return the arguments of a class that runs whole: it makes its own mask, and is told only what is padding."""
-        assert positions is None, "the plan refuses packings with positions for such classes"
+        if positions is not None:
+            self.known_family(cure="set train.packing=padded, or stream")
         given = {"input_ids": inputs}
         return given if documents is None else given | {"attention_mask": _is_text(documents)}
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from training.models.document_attention import attend_by_document
 from training.models.family import Family
 from training.models.language_model import LanguageModel
 from training.runtime.mesh import (
@@ -133,7 +134,10 @@ def _follow(model: LanguageModel, module: Any, name: str, style: str, *, group: 
 def _split_sequences(
     model: LanguageModel, family: Family, parents: dict[str, nn.Module], group: dist.ProcessGroup
 ) -> None:
-    """Gather the inputs of each block of a layer and of the head; take this rank's piece of added embeddings' rows."""
+    """Gather the inputs of each block of a layer and of the head; take this rank's piece of added embeddings' rows.
+
+    The class would make masks of the pieces, for attention to whole sequences, so it makes none.
+    """
 
     def gather(
         block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
@@ -142,6 +146,8 @@ def _split_sequences(
             return (_gathered(args[0], group), *args[1:]), named
         return args, named | {"hidden_states": _gathered(named["hidden_states"], group)}
 
+    if model.by_document:
+        attend_by_document(model.hf, masked=False)
     for parent in parents.values():
         parent.register_forward_pre_hook(gather, with_kwargs=True)
     if family.before_head:  # here, since GPT-2 gives what follows the shape of whole sequences

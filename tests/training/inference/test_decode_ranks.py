@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tasks.inference.onnx_generator import Sampling, choose_token
+from tests.support.families import tiny_config
 from tests.support.ranks import Ranks
 from tests.support.tiny_run import tiny_run
 from training.config.serving import InferenceConfig
@@ -205,3 +206,11 @@ def test_what_cannot_be_shared_is_refused_with_the_numbers(folder: Path) -> None
     assert "2 layers cannot fill inference.degree = 3 stages: lower it to 2" in refused("pipeline", 3)
     assert "inference.parallel = none: set inference.parallel" in refused("none", 2)
     check_inference(folder, InferenceConfig(parallel="tensor", degree=2))
+
+
+def test_key_value_heads_of_some_layers_are_checked_too(tmp_path: Path) -> None:
+    config = tiny_config("mimo_v2_flash")
+    config.swa_num_key_value_heads = 1
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"1 key/value heads \(swa_num_key_value_heads\) cannot be shared"):
+        check_inference(tmp_path, InferenceConfig(parallel="tensor", degree=2))

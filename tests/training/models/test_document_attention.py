@@ -19,6 +19,7 @@ from training.models.document_attention import (
     attend,
     document_blocks,
     document_bounds,
+    own_rules,
     way_to_attend,
 )
 from training.models.language_model import LanguageModel, attention_mask
@@ -166,3 +167,9 @@ def test_dropout_of_attention_keeps_the_dense_mask_in_training_and_not_in_valida
     model.hf.config.attn_pdrop = 0.1  # type: ignore[union-attr]
     assert model.train().document_mask(documents).dtype == torch.bool
     assert model.eval().document_mask(documents).dtype == torch.int32
+
+
+def test_only_a_window_shorter_than_the_sequence_leaves_the_fast_ways() -> None:
+    sequence = torch.zeros(1, 2, 64, 16)
+    assert own_rules(sequence, sequence, {"sliding_window": 64}) == {}
+    assert own_rules(sequence, sequence, {"sliding_window": 63}) == {"window": 63}

@@ -21,6 +21,7 @@ from tests.support.tiny_shards import VOCAB
 from tests.training.strategies.test_strategies import COMMON, DATA, SMALL, WEIGHT_BOUND, assert_equal_training
 from training.facts.families import can
 from training.models.family import Tail, family_of
+from training.models.language_model import LanguageModel
 from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
 
 STEPS = 6
@@ -123,14 +124,15 @@ def test_ranks_train_a_family_as_one_process_does(
     assert losses(plan_path)[STEPS] < losses(plan_path)[1]
 
 
-def tiny(model_type: str) -> Any:
+def tiny(model_type: str, **named: Any) -> Any:
     auto = AutoModelForMaskedLM if is_masked(model_type) else AutoModelForCausalLM
-    return auto.from_config(tiny_config(model_type))
+    config = tiny_config(model_type)
+    config.update(named)
+    return auto.from_config(config)
 
 
 def test_what_a_model_is_made_of_is_found() -> None:
     gemma, gpt2, bert = (family_of(tiny(model_type)) for model_type in ("gemma3_text", "gpt2", "bert"))
-    assert gemma is not None
     assert (gemma.layers, gemma.before, gemma.after) == (
         "model.layers",
         ("model.embed_tokens",),
@@ -138,18 +140,38 @@ def test_what_a_model_is_made_of_is_found() -> None:
     )
     assert gemma.tail == Tail(cap=30.0)
     assert gemma.styles["model.layers.3.self_attn.q_norm"] == "replicated_with_grad_allreduce"
-    assert gpt2 is not None
     assert gpt2.before == ("transformer.wte", "transformer.wpe")
     assert gpt2.styles["transformer.h.0.attn.c_attn"] == "packed_colwise 3"
-    assert bert is not None
     assert bert.head == "cls.predictions.decoder"
     assert bert.before[-1] == "bert.embeddings.LayerNorm"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "granite", "bert"])
+def test_what_a_model_is_made_of_is_the_same_in_half_precision(model_type: str, dtype: torch.dtype) -> None:
+    """gemma3_text caps its logits, granite divides them by 8."""
+    model = tiny(model_type)
+    whole = family_of(model)
+    assert family_of(model.to(dtype)) == whole
+
+
+def test_a_model_of_fewer_words_than_the_traced_forward_reads_is_found() -> None:
+    assert family_of(tiny("llama", vocab_size=3)).head == "lm_head"
+
+
+def test_a_model_that_runs_whole_says_why_and_what_to_set() -> None:
+    model, ids = LanguageModel(tiny("albert"), precision="fp32"), torch.full((1, 4), 5)
+    with pytest.raises(ValueError, match=r"AlbertForMaskedLM .* only whole: .+: set parallel\.tp=1"):
+        model.known_family()
+    with pytest.raises(ValueError, match=r"only whole: .+: set train\.packing=padded"):
+        model(ids, ids, positions=torch.arange(4)[None])
 
 
 @pytest.mark.parametrize("model_type", ["albert", "hrm_text"])
 def test_layers_that_form_no_chain_are_no_family(model_type: str) -> None:
     """ALBERT calls one layer several times, HRM its layers in two loops."""
-    assert family_of(tiny(model_type)) is None
+    with pytest.raises(ValueError, match="its layers are no chain"):
+        family_of(tiny(model_type))
     assert not can(model_type, "pp")
 
 
@@ -176,6 +198,8 @@ def test_the_loss_in_chunks_has_the_tail_of_its_class(tail: Tail) -> None:
     [
         ("bloom", {"train__packing": "documents"}, "models of type bloom cannot: its forward takes no positions"),
         ("opt", {"parallel__tp": 2}, "a opt model cannot be split by parallel.tp = 2: transformers has no tensor-"),
+        ("biogpt", {"parallel__pp": 2}, r"its admission test failed for pp \(details: training/facts/families\.json\)"),
+        ("phi4_multimodal", {"parallel__pp": 2}, "belongs to no stage"),
         ("albert", {"parallel__pp": 2}, "albert model cannot be split by parallel.pp = 2: its layers are no chain"),
     ],
 )
