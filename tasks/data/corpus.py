@@ -83,6 +83,7 @@ DRAWN = "drawn from all over the training text"  # in the fingerprint; without i
 READERS = 2
 MOST_SEARCHED = 2**20  # bytes of a .tsv file in which quotes are looked for
 IN_QUOTES = re.compile(rb'(?:^|(?<=\t))"((?>(?:[^"\t\n]++|"")*))"(?=[\t\r\n]|$)', re.MULTILINE)  # a field of a .tsv
+FOUND = ".special_tokens"  # folder, beside those of shards, of what the search for special tokens found
 SURVEY = "survey"  # folder, beside the shards while they are made
 # Finished shards of these versions are used as they are, so that their runs can be resumed.
 OLDER = ({"version": 1, "readers": 1}, {"version": FORMAT_VERSION, "readers": 1})
@@ -143,7 +144,7 @@ def _prepare_one(
         fingerprint = _fingerprint(corpus, specials, content_hash(pretrained), **how)
         return tokens_home.absolute() / fingerprint[:16], fingerprint
 
-    corpus = _with_rule(corpus, lambda corpus: place(corpus)[0])
+    corpus = _with_rule(corpus, lambda corpus: place(corpus)[0], store)
     drawing, older = replace(corpus, draws=True), [place(replace(corpus, joins=False), **how) for how in OLDER]
     if found := _first_finished([place(corpus), place(drawing)], older=older):
         folder, manifest = found
@@ -167,25 +168,57 @@ def _prepare_one(
     return folder, manifest
 
 
-def _with_rule(corpus: Corpus, address: Callable[[Corpus], Path]) -> Corpus:
-    """Return the corpus with whether its text holds special tokens, which is looked for unless shards tell it.
+def _with_rule(corpus: Corpus, address: Callable[[Corpus], Path], store: StoreConfig) -> Corpus:
+    """Return the corpus with whether its text holds special tokens, which is looked for once, unless shards tell it.
 
     The address of shards depends on the rule for special tokens only if it does.
     """
     if corpus.holds_special is not None:
         return corpus
     yes, no = replace(corpus, holds_special=True), replace(corpus, holds_special=False)
-    special = corpus.encoding.special_tokens
-    if not special or (address(yes) / MANIFEST).exists():
-        return yes if special else no
+    if not corpus.encoding.special_tokens:
+        return no
+    folders = {address(replace(answer, draws=draws)): answer for draws in (False, True) for answer in (yes, no)}
+
+    def told_by(manifest_of: Callable[[Path], TokenShards | None]) -> Corpus | None:
+        for folder, answer in folders.items():
+            made = manifest_of(folder)
+            if made and (answer is yes or (made.text_encoding and not made.special_as_tokens + made.special_as_text)):
+                return answer
+        return None
+
+    if told := told_by(_manifest_here):
+        return told
+    kept = address(yes).parent / FOUND / address(yes).name
+    if kept.exists():
+        return yes if kept.read_text(encoding="utf-8") == "yes" else no
+    if told := told_by(functools.partial(_on_store, store)):
+        return told
+    holds = _holds_special(corpus, kept.parent.parent)
+    write_atomically(kept, "yes" if holds else "no")
+    return yes if holds else no
+
+
+def _manifest_here(folder: Path) -> TokenShards | None:
     with contextlib.suppress(OSError, ValueError):
-        made = TokenShards.read(address(no) / MANIFEST)
-        if made.text_encoding and not made.special_as_tokens + made.special_as_text:
-            return no
+        return TokenShards.read(folder / MANIFEST)
+    return None
+
+
+def _holds_special(corpus: Corpus, tokens_home: Path) -> bool:
+    """Return whether the text holds a token that the rule takes for special; reads it as far as the first one."""
     corpus.check_contents()
-    work = FindWork(corpus.data, address(no).parent, special)
-    found = [found for _, found in run_chunks(corpus.engine, "find special tokens", find_tokens, work, corpus.chunks)]
-    return yes if any(found) else no
+    work = FindWork(corpus.data, tokens_home, corpus.encoding.special_tokens)
+    sizes = {chunk.index: chunk.num_bytes for chunk in corpus.chunks}
+    done_bytes = 0
+    searched = run_chunks(corpus.engine, "find special tokens", find_tokens, work, corpus.chunks)
+    with contextlib.closing(searched):
+        for index, found in searched:
+            done_bytes += sizes[index]
+            corpus.report("special tokens", done_bytes, sum(sizes.values()) or None)
+            if found:
+                return True
+    return False
 
 
 def _prepare_mixture(
@@ -204,7 +237,7 @@ def _prepare_mixture(
     def address(corpus: Corpus) -> Path:
         return tokens_home.absolute() / _fingerprint(corpus, specials, content_hash(pretrained))[:16]
 
-    given = [_with_rule(part, address) if isinstance(part, Corpus) else part for part in given]
+    given = [_with_rule(part, address, store) if isinstance(part, Corpus) else part for part in given]
     corpora = [part for part in given if isinstance(part, Corpus)]
     if len(corpora) < len(given):
         _check_finished(data)
