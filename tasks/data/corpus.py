@@ -429,13 +429,20 @@ def _discard_other_mixture(folder: Path) -> None:
 
 def _found(data: DataConfig, **how: Any) -> Corpus:
     skipped = SkippedDocuments(data.on_error)
-    return Corpus(data, find_sources(data, skipped), skipped, **how)
+    sources = find_sources(data, skipped)
+    tables = [source for source in sources if source.format == "tsv" and data.table.quoting == "auto"]
+    with ThreadPoolExecutor(LISTING_THREADS) as pool:
+        quotes = list(pool.map(_quotes_in, tables))
+    return Corpus(data, sources, skipped, quotes, functools.cache(lambda: cut_chunks(sources, data)), **how)
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The documents of all files; they are read several times: for the split, the tokenizer and the tokens.
 
+    `quotes_in_tables`: of each .tsv file that is read without quoting, whether it may have quotes, and a hint if it
+    seems to be written with quoting; only its first MOST_SEARCHED bytes are looked at, and none behind a URL. `cut`
+    returns the chunks, cut once for all copies of this corpus.
     `earlier`: corpora whose documents are left out of this one. `survey_folder`: for the lists of each chunk's
     documents, if they are needed. `draws`: a BPE is trained on text from all over it, because it has more text than
     data.tokenizer.sample_mib. `holds_special`: whether the text holds a token that `encoding` takes for special; None:
@@ -446,6 +453,8 @@ class Corpus:
     data: DataConfig
     sources: list[Source]
     skipped_sources: SkippedDocuments
+    quotes_in_tables: list[tuple[bool, str]]
+    cut: Callable[[], list[Chunk]]
     report: TextProgress
     engine: Engine
     earlier: tuple[Corpus, ...] = ()
@@ -458,9 +467,9 @@ class Corpus:
     def surveyed_in(self, folder: Path) -> Corpus:
         return self if self.survey_folder else replace(self, survey_folder=folder)
 
-    @functools.cached_property
+    @property
     def chunks(self) -> list[Chunk]:
-        return cut_chunks(self.sources, self.data)
+        return self.cut()
 
     def with_files_left_out(self, manifest: TokenShards) -> TokenShards:
         """Return the manifest with the files that are left out now; they may be others than when it was made."""
@@ -561,15 +570,6 @@ class Corpus:
                     f"data.{field}={getattr(self.data, field)} holds no text: all of its documents are "
                     "empty or skipped; give another one"
                 )
-
-    @functools.cached_property
-    def quotes_in_tables(self) -> list[tuple[bool, str]]:
-        """Return of each .tsv file that is read without quoting whether it may have quotes, and a hint if it seems to
-        be written with quoting. Only the first MOST_SEARCHED bytes are looked at, and none behind a URL.
-        """
-        tables = [source for source in self.sources if source.format == "tsv" and self.data.table.quoting == "auto"]
-        with ThreadPoolExecutor(LISTING_THREADS) as pool:
-            return list(pool.map(_quotes_in, tables))
 
     @property
     def total_bytes(self) -> int | None:
