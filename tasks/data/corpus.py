@@ -101,6 +101,7 @@ OLDER = (
 )
 MOST_SEARCHED = 2**20  # bytes of a .tsv file in which quotes are looked for
 IN_QUOTES = re.compile(rb'(?:^|(?<=\t))"((?>(?:[^"\t\n]++|"")*))"(?=[\t\r\n]|$)', re.MULTILINE)  # a field of a .tsv
+FOUND = ".special_tokens"  # folder, beside those of shards, of what the search for special tokens found
 SURVEY = "survey"  # folder, beside the shards while they are made
 
 
@@ -159,7 +160,7 @@ def _prepare_one(
         fingerprint = _fingerprint(corpus, specials, content_hash(pretrained), made)
         return tokens_home.absolute() / fingerprint[:16], fingerprint
 
-    corpus = _with_rule(corpus, lambda corpus: place(corpus)[0])
+    corpus = _with_rule(corpus, lambda corpus: place(corpus)[0], store)
     drawing = replace(corpus, draws=True)
     older = [place(replace(each, joins=False), made) for made in OLDER for each in (corpus, drawing)]
     if found := _first_finished([place(corpus), place(drawing)], older=older):
@@ -184,25 +185,57 @@ def _prepare_one(
     return folder, manifest
 
 
-def _with_rule(corpus: Corpus, address: Callable[[Corpus], Path]) -> Corpus:
-    """Return the corpus with whether its text holds special tokens, which is looked for unless shards tell it.
+def _with_rule(corpus: Corpus, address: Callable[[Corpus], Path], store: StoreConfig) -> Corpus:
+    """Return the corpus with whether its text holds special tokens, which is looked for once, unless shards tell it.
 
     The address of shards depends on the rule for special tokens only if it does.
     """
     if corpus.holds_special is not None:
         return corpus
     yes, no = replace(corpus, holds_special=True), replace(corpus, holds_special=False)
-    special = corpus.encoding.special_tokens
-    if not special or (address(yes) / MANIFEST).exists():
-        return yes if special else no
+    if not corpus.encoding.special_tokens:
+        return no
+    folders = {address(replace(answer, draws=draws)): answer for draws in (False, True) for answer in (yes, no)}
+
+    def told_by(manifest_of: Callable[[Path], TokenShards | None]) -> Corpus | None:
+        for folder, answer in folders.items():
+            made = manifest_of(folder)
+            if made and (answer is yes or (made.text_encoding and not made.special_as_tokens + made.special_as_text)):
+                return answer
+        return None
+
+    if told := told_by(_manifest_here):
+        return told
+    kept = address(yes).parent / FOUND / address(yes).name
+    if kept.exists():
+        return yes if kept.read_text(encoding="utf-8") == "yes" else no
+    if told := told_by(functools.partial(_on_store, store)):
+        return told
+    holds = _holds_special(corpus, kept.parent.parent)
+    write_atomically(kept, "yes" if holds else "no")
+    return yes if holds else no
+
+
+def _manifest_here(folder: Path) -> TokenShards | None:
     with contextlib.suppress(OSError, ValueError):
-        made = TokenShards.read(address(no) / MANIFEST)
-        if made.text_encoding and not made.special_as_tokens + made.special_as_text:
-            return no
+        return TokenShards.read(folder / MANIFEST)
+    return None
+
+
+def _holds_special(corpus: Corpus, tokens_home: Path) -> bool:
+    """Return whether the text holds a token that the rule takes for special; reads it as far as the first one."""
     corpus.check_contents()
-    work = FindWork(corpus.data, address(no).parent, special)
-    found = [found for _, found in run_chunks(corpus.engine, "find special tokens", find_tokens, work, corpus.chunks)]
-    return yes if any(found) else no
+    work = FindWork(corpus.data, tokens_home, corpus.encoding.special_tokens)
+    sizes = {chunk.index: chunk.num_bytes for chunk in corpus.chunks}
+    done_bytes = 0
+    searched = run_chunks(corpus.engine, "find special tokens", find_tokens, work, corpus.chunks)
+    with contextlib.closing(searched):
+        for index, found in searched:
+            done_bytes += sizes[index]
+            corpus.report("special tokens", done_bytes, sum(sizes.values()) or None)
+            if found:
+                return True
+    return False
 
 
 def _prepare_mixture(
@@ -221,7 +254,7 @@ def _prepare_mixture(
     def address(corpus: Corpus) -> Path:
         return tokens_home.absolute() / _fingerprint(corpus, specials, content_hash(pretrained))[:16]
 
-    given = [_with_rule(part, address) if isinstance(part, Corpus) else part for part in given]
+    given = [_with_rule(part, address, store) if isinstance(part, Corpus) else part for part in given]
     corpora = [part for part in given if isinstance(part, Corpus)]
     if len(corpora) < len(given):
         _check_finished(data)
@@ -415,13 +448,20 @@ def _discard_other_mixture(folder: Path) -> None:
 
 def _found(data: DataConfig, **how: Any) -> Corpus:
     skipped = SkippedDocuments(data.on_error)
-    return Corpus(data, find_sources(data, skipped), skipped, **how)
+    sources = find_sources(data, skipped)
+    tables = [source for source in sources if source.format == "tsv" and data.table.quoting == "auto"]
+    with ThreadPoolExecutor(LISTING_THREADS) as pool:
+        quotes = list(pool.map(_quotes_in, tables))
+    return Corpus(data, sources, skipped, quotes, functools.cache(lambda: cut_chunks(sources, data)), **how)
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The documents of all files; they are read several times: for the split, the tokenizer and the tokens.
 
+    `quotes_in_tables`: of each .tsv file that is read without quoting, whether it may have quotes, and a hint if it
+    seems to be written with quoting; only its first MOST_SEARCHED bytes are looked at, and none behind a URL. `cut`
+    returns the chunks, cut once for all copies of this corpus.
     `earlier`: corpora whose documents are left out of this one. `survey_folder`: for the lists of each chunk's
     documents, if they are needed. `draws`: a BPE is trained on text from all over it, because it has more text than
     data.tokenizer.sample_mib. `holds_special`: whether the text holds a token that `encoding` takes for special; None:
@@ -432,6 +472,8 @@ class Corpus:
     data: DataConfig
     sources: list[Source]
     skipped_sources: SkippedDocuments
+    quotes_in_tables: list[tuple[bool, str]]
+    cut: Callable[[], list[Chunk]]
     report: TextProgress
     engine: Engine
     earlier: tuple[Corpus, ...] = ()
@@ -444,9 +486,9 @@ class Corpus:
     def surveyed_in(self, folder: Path) -> Corpus:
         return self if self.survey_folder else replace(self, survey_folder=folder)
 
-    @functools.cached_property
+    @property
     def chunks(self) -> list[Chunk]:
-        return cut_chunks(self.sources, self.data)
+        return self.cut()
 
     def with_files_left_out(self, manifest: TokenShards) -> TokenShards:
         """Return the manifest with the files that are left out now; they may be others than when it was made."""
@@ -539,15 +581,6 @@ class Corpus:
                     f"data.{field}={getattr(self.data, field)} holds no text: all of its documents are "
                     "empty or skipped; give another one"
                 )
-
-    @functools.cached_property
-    def quotes_in_tables(self) -> list[tuple[bool, str]]:
-        """Return of each .tsv file that is read without quoting whether it may have quotes, and a hint if it seems to
-        be written with quoting. Only the first MOST_SEARCHED bytes are looked at, and none behind a URL.
-        """
-        tables = [source for source in self.sources if source.format == "tsv" and self.data.table.quoting == "auto"]
-        with ThreadPoolExecutor(LISTING_THREADS) as pool:
-            return list(pool.map(_quotes_in, tables))
 
     @property
     def total_bytes(self) -> int | None:

@@ -105,10 +105,11 @@ def _encode_passages(saved: SavedTokenizer, passages: list[Passage]) -> tuple[np
     else:
         texts = [_recut(saved, passage) for passage in passages]
         parts = _cut(*_encode(saved, [before + text for before, text in texts]))
-        for number, (before, text) in enumerate(texts):
-            known, _ = _encode(saved, [before])
-            same = np.array_equal(parts[number][: len(known)], known)
-            parts[number] = parts[number][len(known) :] if same else _encode(saved, [text])[0]
+        pieces = [number for number, (before, _) in enumerate(texts) if before]
+        known = _cut(*_encode(saved, [texts[number][0] for number in pieces])) if pieces else []
+        for number, own in zip(pieces, known, strict=True):
+            same = np.array_equal(parts[number][: len(own)], own)
+            parts[number] = parts[number][len(own) :] if same else _encode(saved, [texts[number][1]])[0]
         ids, lengths = np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
     if bos := ids_of(load_tokenizer(str(saved.file)), saved.encoding.bos):
         starts = np.cumsum(lengths) - lengths

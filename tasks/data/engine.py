@@ -13,7 +13,7 @@ import platform
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Engine(Protocol):
 
 def run_chunks(
     engine: Engine, title: str, function: Callable[[Any, Chunk], Any], work: Any, chunks: Sequence[Chunk]
-) -> Iterator[tuple[int, Any]]:
+) -> Generator[tuple[int, Any]]:
     """Yield each chunk's index and the result of `function`, as chunks are finished."""
     for results in engine.run(tasks_of(title, function, work, chunks, workers=engine.workers)):
         yield from results

@@ -20,7 +20,6 @@ from tasks.serving.completions import Completion, Prompt, TextService, unless_di
 from tasks.serving.middleware import Refused, refusal
 from tasks.serving.openai_replies import ChatReply, CompletionReply, Placed, TokenOffsets, usage
 from tasks.serving.openai_requests import ChatRequest, CompletionRequest, Message, SamplingBody
-from training.tokenizer.text_encoder import special_tokens_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,10 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
         try:
             served = stack.enter_context(follower.current())
             request.scope["request_outcome"]["version"] = served.version
-            asked = _chat(body, served, text) if isinstance(body, ChatRequest) else _completion(body, served)
+            if isinstance(body, ChatRequest):  # in a thread, because a long chat takes long to tokenize
+                asked = await asyncio.to_thread(_chat, body, served, text)
+            else:
+                asked = _completion(body, served)
             if not body.stream:
                 return await unless_disconnected(request, _whole(asked, served, text))
             # The first stream opens before the reply starts, so that a refusal has its own status.
@@ -105,7 +107,7 @@ def chat_prompt(served: ServedVersion, messages: Sequence[Message], text: TextSe
     encoder = served.engine.encoder
     try:
         rendered, guard = served.chat_template.render_guarded(
-            [message.for_template() for message in messages], special_tokens_of(encoder.tokenizer)
+            [message.for_template() for message in messages], encoder.special_pattern
         )
         text.check_prompt(rendered.replace(guard, ""))
         return encoder.encode_chat(rendered, guard=guard) or [served.engine.end_id]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -50,19 +51,17 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from None
 
-    def render_guarded(self, messages: list[dict[str, str]], special_tokens: Collection[str]) -> tuple[str, str]:
-        """Return the text of the messages, and the character that stands in it between those of each special token that
+    def render_guarded(self, messages: list[dict[str, str]], special_tokens: re.Pattern[str]) -> tuple[str, str]:
+        """Return the text of the messages, and the character that stands in it before each one of a special token that
         is not the template's but a message's.
         """
         characters = set[str]().union(*(value for message in messages for value in message.values()))
         guard = next(chr(code) for code in GUARDS if chr(code) not in characters)
-        if not special_tokens:
-            return self.render(messages), guard
-        pattern = pattern_of(special_tokens)
-        guarded = [
-            {key: pattern.sub(lambda found: guard.join(found[0]), value) for key, value in each.items()}
-            for each in messages
-        ]
+
+        def with_guards(found: re.Match[str]) -> str:
+            return "".join(guard + character for character in found[0])
+
+        guarded = [{key: special_tokens.sub(with_guards, value) for key, value in each.items()} for each in messages]
         return self.render(guarded), guard
 
     def written(self, special_tokens: Iterable[str]) -> tuple[str, ...]:

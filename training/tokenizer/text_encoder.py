@@ -46,15 +46,16 @@ class TextEncoder:
 
     def encode_chat(self, text: str, *, guard: str) -> list[int]:
         """Return the token IDs of a chat that a template rendered: special tokens are special where the template wrote
-        them, whatever the rule. `guard`: what stands between the characters of those that a message has.
+        them, whatever the rule. `guard`: what stands before each character of those that a message has.
         """
         if not self.has_rule:
             return self.encode(text.replace(guard, ""))
         tokenizer, names, ids = self._of_chats
-        if names:
-            pattern = pattern_of(names)
-            text = pattern.sub(lambda found: names[found[0]], text)
-        found = self._encode(tokenizer, text.replace(guard, ""), begins=False)
+
+        def name(found: re.Match[str]) -> str:
+            return found[0] if found.string[: found.start()].endswith(guard) else names[found[0]]
+
+        found = self._encode(tokenizer, self.special_pattern.sub(name, text).replace(guard, ""), begins=False)
         return self._begun([ids.get(token, token) for token in found])
 
     def _encode(self, tokenizer: Tokenizer, text: str, *, begins: bool) -> list[int]:
@@ -73,21 +74,26 @@ class TextEncoder:
         return ids if ids[: len(self.bos_ids)] == self.bos_ids else [*self.bos_ids, *ids]
 
     @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Return a pattern that finds all special tokens of the tokenizer in a text."""
+        return pattern_of(special_tokens_of(self.tokenizer))
+
+    @functools.cached_property
     def _of_chats(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
         """Return a tokenizer to which special tokens are text, and which knows each by another, secret name besides;
         these names; and the IDs that it gives them -> the tokens' own.
         """
         tokenizer = open_tokenizer(self.file, ())
-        names, ids = dict[str, str](), dict[int, int]()
-        for number, token in self.tokenizer.get_added_tokens_decoder().items():
-            if token.special:
-                name = f"\ue000{secrets.token_hex(16)}\ue001"  # nobody can write it into a message
-                names[token.content] = name
-                flags = {flag: getattr(token, flag) for flag in ("lstrip", "rstrip", "normalized")}
-                tokenizer.add_tokens([AddedToken(name, special=False, **flags)])
-                (alias,) = ids_of(tokenizer, (name,))
-                ids[alias] = number
-        return tokenizer, names, ids
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = {number: token for number, token in added.items() if token.special}
+        # Nobody can write these names into a message.
+        names = {token.content: f"\ue000{secrets.token_hex(16)}\ue001" for token in special.values()}
+        aliases = []
+        for token in special.values():
+            flags = {flag: getattr(token, flag) for flag in ("lstrip", "rstrip", "normalized")}
+            aliases.append(AddedToken(names[token.content], special=False, **flags))
+        tokenizer.add_tokens(aliases)  # in one call, because each call takes as long as the vocabulary is large
+        return tokenizer, names, dict(zip(ids_of(tokenizer, list(names.values())), special, strict=True))
 
 
 def open_tokenizer(file: Path, special_tokens: Collection[str] | None) -> Tokenizer:
@@ -130,9 +136,11 @@ def ids_of(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[int]:
 
 
 def check_tokens(tokenizer: Tokenizer, ids: Iterable[int]) -> None:
+    """Raise ValueError for IDs outside the vocabulary. Where IDs have gaps, some are above the number of tokens."""
     size = tokenizer.get_vocab_size()
-    if unknown := [token for token in ids if not 0 <= token < size]:
-        raise ValueError(f"the vocabulary has {size} tokens, from 0 to {size - 1}: there is no token {unknown[0]}")
+    for token in ids:
+        if not 0 <= token < size and (not 0 <= token < 2**32 or tokenizer.id_to_token(token) is None):
+            raise ValueError(f"the vocabulary has {size} tokens, with IDs from 0 on: there is no token {token}")
 
 
 def pattern_of(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -144,6 +144,29 @@ def test_parts_of_documents_get_no_end_token(tmp_path: Path) -> None:
     assert (lengths[1], sum(lengths)) == (1, len(tokens))
 
 
+def test_one_piece_does_not_part_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spaced(tokenizer: Tokenizer) -> None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+    saved = replace(trained(tmp_path, spaced), library="tokenizers")
+    first, second = CODE[:300], CODE[300:]
+    pieces = [
+        Passage("train", first, ends=False, whole=False, after=second[:50]),
+        Passage("train", second, ends=True, whole=True, begins=False, before=first[-50:]),
+    ]
+    sizes, real = list[int](), encoder._encode
+
+    def counted(saved: SavedTokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        sizes.append(len(texts))
+        return real(saved, texts)
+
+    monkeypatch.setattr(encoder, "_encode", counted)
+    tokens, _, _ = encode(saved, [*passages(CODE, POEM), *pieces, *passages(POEM)])
+    documents = [encode(saved, passages(text))[0] for text in (CODE, POEM, CODE, POEM)]
+    assert tokens.tolist() == np.concatenate(documents).tolist()
+    assert sizes[:-4] == [5, 1]
+
+
 @pytest.mark.slow  # 40 s
 @pytest.mark.parametrize("kind", ["GPT-2", "Llama 3", "Qwen 3"])
 def test_every_character_of_unicode_is_cut_alike(tmp_path: Path, kind: str) -> None:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tasks.data import chunks, corpus
 from tests.support.text_cases import STORIES, json_lines, talk, write_articles, write_table
 from tests.support.tiny_corpus import all_documents, prepare
 from training.shards.format import SPLITS
@@ -37,6 +38,19 @@ def test_a_tsv_has_no_quoting(tmp_path: Path, closed: bool, on_error: str) -> No
     folder, shards = prepare(tmp_path, write_table(tmp_path / "a.tsv", rows, delimiter="\t"), on_error=on_error)
     assert sorted(all_documents(folder)) == sorted(rows)
     assert shards.skipped == 0
+
+
+def test_a_start_looks_for_quotes_and_cuts_chunks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[str]()
+    for function in (corpus._quotes_in, chunks.cut_chunks):
+
+        def counted(*args: Any, function: Any = function) -> Any:
+            calls.append(function.__name__)
+            return function(*args)
+
+        monkeypatch.setattr(corpus, function.__name__, counted)
+    prepare(tmp_path, write_table(tmp_path / "a.tsv", talk(closed=True), delimiter="\t"))
+    assert sorted(calls) == ["_quotes_in", "cut_chunks"]
 
 
 def test_a_tsv_has_quoting_if_it_is_asked_for(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
+from tasks.data.chunks import Chunk
 from tasks.data.corpus import prepare_corpus
+from tasks.data.survey import FindWork, find_tokens
 from tests.support.tiny_corpus import write_json_lines
 from tests.support.tokenizer_cases import TURNS, chatml, llama
 from training.config.data import DataConfig
@@ -97,6 +100,64 @@ def test_the_address_changes_only_where_the_rule_changes_tokens(tmp_path: Path) 
     of_chats = {rule: address(chats, with_template, rule) for rule in rules}
     assert len({of_chats["none"], of_chats["template"]}) == 2
     assert of_chats["all"] != of_chats["none"]
+
+
+class Searches:
+    """Counts the chunks in which special tokens are looked for, and keeps the phases that are reported."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.chunks, self.phases = 0, set[str]()
+        monkeypatch.setattr("tasks.data.corpus.find_tokens", self.find)
+
+    def find(self, work: FindWork, chunk: Chunk) -> bool:
+        self.chunks += 1
+        return find_tokens(work, chunk)
+
+    def report(self, phase: str, done_bytes: int, total_bytes: int | None) -> None:
+        self.phases.add(phase)
+
+
+def test_special_tokens_are_looked_for_once_and_as_far_as_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches = Searches(monkeypatch)
+    tokenizer = {"kind": "pretrained", "path": str(chatml(tmp_path / "chatml"))}
+
+    def prepare(name: str, texts: list[str]) -> None:
+        source = write_json_lines(tmp_path / f"{name}.jsonl", texts)
+        fields = {"path": str(source), "tokenizer": tokenizer, "shard_mib": 1, "processes": 1}
+        data = DataConfig.model_validate(fields)
+        prepare_corpus(data, tokens_home=tmp_path / "tokens", progress=searches.report)
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    long = [text * 500 for text in WORDS] * 6  # 4 chunks
+    for name, texts, expected in (("words", long, 4), ("chats", [*TURNS, *long], 1)):
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr("tasks.data.corpus._tokenize", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(name, texts)
+        assert "special tokens" in searches.phases
+        assert searches.chunks == expected
+        searches.chunks, searches.phases = 0, set()
+        prepare(name, texts)
+        assert searches.chunks == 0
+
+
+def test_the_tokens_of_a_drawn_corpus_tell_of_its_special_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches = Searches(monkeypatch)
+    texts = [f"{text}<|endoftext|>" * 1200 for text in WORDS]
+    rule = {"kind": "bpe", "vocab_size": 300, "sample_mib": 1, "special_tokens_in_text": "all"}
+    source = write_json_lines(tmp_path / "long.jsonl", texts)
+    data = DataConfig.model_validate({"path": str(source), "tokenizer": rule})
+    made, _ = prepare_corpus(data, tokens_home=tmp_path / "tokens")
+    assert searches.chunks == 1
+    shutil.rmtree(tmp_path / "tokens" / ".special_tokens", ignore_errors=True)
+    assert prepare_corpus(data, tokens_home=tmp_path / "tokens")[0] == made
+    assert searches.chunks == 1
 
 
 def test_shards_of_an_older_version_are_found_unless_the_rule_changes_their_tokens(tmp_path: Path) -> None:

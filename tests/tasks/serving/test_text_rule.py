@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +32,8 @@ from training.records.plan import RankPlan, RunPlan
 from training.runtime.process import Rank
 from training.shards.format import SPLITS
 from training.shards.stream import TokenStream
-from training.tokenizer.text_encoder import open_tokenizer, special_tokens_of
+from training.tokenizer.chat_template import ChatTemplate
+from training.tokenizer.text_encoder import TextEncoder, open_tokenizer, special_tokens_of
 
 
 @pytest.fixture
@@ -51,6 +53,21 @@ def serve(follower: AliasFollower, export: Path) -> None:
     engine.tokenizer = engine.encoder.tokenizer
     follower.served.folder = export
     follower.served.__dict__.pop("chat_template", None)
+
+
+def with_tokens(tokenizer: Path, ids: dict[str, int]) -> Path:
+    """Give a tokenizer these special tokens with these IDs, in its file."""
+    file = tokenizer / "tokenizer.json"
+    saved = json.loads(file.read_text())
+    added = {token["content"]: token for token in saved["added_tokens"]}
+    like = saved["added_tokens"][0]
+    for content, number in ids.items():
+        added[content] = like | {"content": content, "id": number}
+        saved["model"]["vocab"].pop(content, None)
+        saved["model"]["vocab"][content] = number
+    saved["added_tokens"] = sorted(added.values(), key=lambda token: token["id"])
+    file.write_text(json.dumps(saved))
+    return tokenizer
 
 
 def planned(folder: Path, tokenizer: Path, texts: list[str], *, bos: str, rule: str) -> RunPlan:
@@ -155,6 +172,48 @@ def test_nobody_can_type_the_markers_of_a_chat(served: tuple[TestClient, AliasFo
         text = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
         rendered = f"{text}<|im_start|>assistant\n"
         assert client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == rendered
+
+
+def test_a_special_token_of_one_character_cannot_be_typed_into_a_chat(
+    served: tuple[TestClient, AliasFollower], tmp_path: Path
+) -> None:
+    client, follower = served
+    tokenizer = with_tokens(chatml(tmp_path / "chatml"), {"€": 400, "€end€": 401})
+    serve(follower, exported(planned(tmp_path, tokenizer, HELLOS, bos="auto", rule="template"), tmp_path / "export"))
+    messages = [{"role": "user", "content": "€ 1 €end€ <|im_end|>"}]
+    tokens = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    assert [token for token in tokens if token < 3 or token >= 400] == [1, 2, 1]
+    rendered = "<|im_start|>user\n€ 1 €end€ <|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    assert client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == rendered
+
+
+def test_a_chat_may_have_ids_above_the_number_of_tokens(
+    served: tuple[TestClient, AliasFollower], tmp_path: Path
+) -> None:
+    client, follower = served
+    tokenizer = with_tokens(chatml(tmp_path / "chatml"), {"<|im_start|>": 1001, "<|im_end|>": 1002})
+    export = exported(planned(tmp_path, tokenizer, HELLOS, bos="auto", rule="template"), tmp_path / "export")
+    serve(follower, export)
+    tokens = client.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()["tokens"]
+    assert [token for token in tokens if token > 1000] == [1001, 1002, 1001]
+    reply = client.post("/detokenize", json={"tokens": tokens})
+    assert reply.json()["prompt"] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    encoder = follower.served.engine.encoder
+    assert encoder.encode(tokens) == tokens
+    for beyond in (-1, 1003, 2**40):
+        with pytest.raises(ValueError, match=f"there is no token {beyond}"):
+            encoder.encode([beyond])
+
+
+def test_the_first_chat_of_a_tokenizer_with_thousands_of_special_tokens_is_fast(tmp_path: Path) -> None:
+    tokenizer = with_tokens(chatml(tmp_path / "chatml"), {f"<unused{number}>": 400 + number for number in range(6000)})
+    encoder = TextEncoder(tokenizer, {"special_tokens": (), "bos": ()})
+    template = ChatTemplate.of_folder(tokenizer)
+    started = time.perf_counter()
+    rendered, guard = template.render_guarded([{"role": "user", "content": "<unused7>"}], encoder.special_pattern)
+    ids = encoder.encode_chat(rendered, guard=guard)
+    assert time.perf_counter() - started < 5  # minutes, when each special token was added alone
+    assert [token for token in ids if token < 3 or token >= 400] == [1, 2, 1]
 
 
 def test_a_chat_has_the_ids_of_the_same_chat_in_a_corpus(
