@@ -32,12 +32,8 @@ def check_inference(folder: Path, inference: InferenceConfig) -> None:
         raise ValueError(
             f"{shape.layers} layers cannot fill inference.degree = {degree} stages: lower it to {shape.layers} or less"
         )
-    some_layers = [  # of layers that differ: num_global_key_value_heads, swa_num_key_value_heads
-        (f"key/value heads ({name})", size)
-        for name, size in settings.items()
-        if name.endswith("key_value_heads") and isinstance(size, int)
-    ]
-    for what, size in (("attention heads", shape.heads), ("key/value heads", shape.kv_heads), *some_layers):
+    kv_heads = [("key/value heads", heads) for heads in (shape.kv_heads, *shape.some_kv_heads)]
+    for what, size in (("attention heads", shape.heads), *kv_heads):
         if inference.parallel == "tensor" and size % degree:
             raise ValueError(
                 f"{size} {what} cannot be shared by inference.degree = {degree} ranks: choose a degree that divides "

@@ -224,6 +224,7 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
         width=width,
         heads=heads,
         kv_heads=first("num_key_value_heads") if hf.get("num_key_value_heads") else heads,
+        some_kv_heads=tuple(n for name, n in hf.items() if name.endswith("key_value_heads") and isinstance(n, int)),
         head_dim=_head_dim(hf) or width // heads,
         mlp_width=first(*mlp_fields) if any(hf.get(field) for field in mlp_fields) else 4 * width,
         vocab_size=vocab_size,

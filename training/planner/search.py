@@ -259,7 +259,7 @@ def tensor_sizes(shape: ModelShape, slots: list[int], num_devices: int) -> list[
     """1, and every number that divides each host's devices and the model's heads and matrices."""
     if why_not(shape, "tp"):
         return [1]
-    divided = (shape.heads, shape.kv_heads, shape.mlp_width, *set(slots), num_devices)
+    divided = (shape.heads, shape.kv_heads, *shape.some_kv_heads, shape.mlp_width, *set(slots), num_devices)
     return [tp for tp in range(1, min(*slots, num_devices) + 1) if all(size % tp == 0 for size in divided)]
 
 
@@ -446,8 +446,8 @@ def _division_refusal(config: RunConfig, shape: ModelShape, mesh: Mesh) -> str |
             )
     if config.parallel.sequence_parallel == "on" and tp > 1 and (why := why_not(shape, "sp")):
         return f"a {shape.architecture} model has no sequence parallelism: {why}: set parallel.sequence_parallel=off"
-    sizes = {"attention heads": shape.heads, "key/value heads": shape.kv_heads, "MLP width": shape.mlp_width}
-    for what, size in sizes.items():
+    kv_heads = [("key/value heads", heads) for heads in (shape.kv_heads, *shape.some_kv_heads)]
+    for what, size in (("attention heads", shape.heads), *kv_heads, ("MLP width", shape.mlp_width)):
         if size % tp:
             return f"{size} {what} cannot be shared by parallel.tp = {tp}: choose a tp that divides {size}"
     if config.parallel.sequence_parallel == "on" and (refusal := _sequence_refusal(config, mesh)):

@@ -46,6 +46,7 @@ class ModelShape(Record):
     vocab_size: int
     context: int
     tied: bool
+    some_kv_heads: tuple[int, ...] = ()  # of layers whose number has a field of its own
     adds_loss: bool = False  # its class adds to cross-entropy, as its config.json asks
     sizes: ModelSizes = ModelSizes()
 

@@ -212,5 +212,5 @@ def test_key_value_heads_of_some_layers_are_checked_too(tmp_path: Path) -> None:
     config = tiny_config("mimo_v2_flash")
     config.swa_num_key_value_heads = 1
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"1 key/value heads \(swa_num_key_value_heads\) cannot be shared"):
+    with pytest.raises(ValueError, match="1 key/value heads cannot be shared"):
         check_inference(tmp_path, InferenceConfig(parallel="tensor", degree=2))

@@ -214,6 +214,17 @@ def test_what_a_type_cannot_do_is_refused_by_its_name(
         make_run("refused", ranks=2, **settings(model_type, folder(model_type)) | overrides)
 
 
+def test_key_value_heads_of_some_layers_are_shared_too(
+    folder: Callable[[str], Path], make_run: Callable[..., Path]
+) -> None:
+    path = folder("mimo_v2_flash")
+    config = AutoConfig.from_pretrained(path)
+    config.swa_num_key_value_heads = 1
+    config.save_pretrained(path)
+    with pytest.raises(ValueError, match=r"1 key/value heads cannot be shared by parallel\.tp = 2"):
+        make_run("refused", ranks=2, **settings("mimo_v2_flash", path) | {"parallel__tp": 2})
+
+
 def test_masked_and_next_words_have_one_cure_each(folder: Callable[[str], Path], make_run: Callable[..., Path]) -> None:
     for model_type in ("xlm-roberta", "modernbert"):
         config = settings(model_type, folder(model_type))
