@@ -88,15 +88,15 @@ def test_special_tokens_are_not_looked_for_where_the_store_has_the_shards(
 ) -> None:
     with corpus.open("a") as file:
         file.write(f" night{end}\n")
-    rule = {"tokenizer": {"kind": "bytes", "special_tokens_in_text": "all"}}
-    made, _ = prepare(tmp_path / "here", corpus, store=StoreConfig(), **rule)
+    rule = {"kind": "bytes", "special_tokens_in_text": "all"}
+    made, _ = prepare(tmp_path / "here", corpus, store=StoreConfig(), tokenizer=rule)
     upload_shards(STORE, made)
 
     def searched(*args: object) -> bool:
         raise AssertionError("the corpus was searched")
 
     monkeypatch.setattr("tasks.data.corpus.find_tokens", searched)
-    found, _ = prepare(tmp_path / "there", corpus, **rule)
+    found, _ = prepare(tmp_path / "there", corpus, tokenizer=rule)
     assert (found.name, (found / REMOTE).exists()) == (made.name, True)
 
 
