@@ -21,13 +21,14 @@ def _describe_training(data: RunData) -> str:
     if config.trainer.given:
         return _describe_program(data)
     if plan is None:
-        return f"{config.name} should train a {config.model.architecture} model on {corpus}, but it has no plan yet."
+        kind = config.model.architecture
+        return f"{config.name} should train a model of type {kind} on {corpus}, but it has no plan yet."
     shape, tokens = plan.shape, data.tokens
     passes = ""
     if data.shards and (corpus_tokens := data.shards.tokens("train")):
         passes = f", {tokens / corpus_tokens:.2g} passes over its {format_count(corpus_tokens)} training tokens"
     return (
-        f"{config.name} trained a {shape.architecture} model with {format_count(shape.parameters)} parameters "
+        f"{config.name} trained a model of type {shape.architecture} with {format_count(shape.parameters)} parameters "
         f"({counted(shape.layers, 'layer')}) for {data.step:,} of {counted(plan.steps, 'step')} on "
         f"{format_count(tokens)} tokens of {corpus}{passes}."
     )

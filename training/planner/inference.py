@@ -25,7 +25,7 @@ def check_inference(folder: Path, inference: InferenceConfig) -> None:
     needed: tuple[Ability, ...] = ("tp" if inference.parallel == "tensor" else "pp", "cached")
     if why := next(filter(None, (why_not(shape, ability) for ability in needed)), None):
         raise ValueError(
-            f"a {shape.architecture} model has no inference.parallel={inference.parallel}: {why}: set "
+            f"models of type {shape.architecture} have no inference.parallel={inference.parallel}: {why}: set "
             "inference.parallel=data"
         )
     if inference.parallel == "pipeline" and shape.layers < degree:

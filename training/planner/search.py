@@ -441,11 +441,12 @@ def _division_refusal(config: RunConfig, shape: ModelShape, mesh: Mesh) -> str |
     for axis, ranks in asked.items():
         if ranks > 1 and (why := why_not(shape, axis)):
             return (
-                f"a {shape.architecture} model cannot be split by parallel.{axis} = {ranks}: {why}: set "
+                f"models of type {shape.architecture} cannot be split by parallel.{axis} = {ranks}: {why}: set "
                 f"parallel.{axis}=1 and use ddp, fsdp, zero1, zero2 or zero3"
             )
     if config.parallel.sequence_parallel == "on" and tp > 1 and (why := why_not(shape, "sp")):
-        return f"a {shape.architecture} model has no sequence parallelism: {why}: set parallel.sequence_parallel=off"
+        kind = shape.architecture
+        return f"models of type {kind} have no sequence parallelism: {why}: set parallel.sequence_parallel=off"
     kv_heads = [("key/value heads", heads) for heads in (shape.kv_heads, *shape.some_kv_heads)]
     for what, size in (("attention heads", shape.heads), *kv_heads, ("MLP width", shape.mlp_width)):
         if size % tp:

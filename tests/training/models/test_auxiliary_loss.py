@@ -169,7 +169,7 @@ def test_meshes_that_cut_the_model_are_refused_when_the_run_is_planned(
     mesh: str, folder: Callable[[str], Path], make_run: Callable[..., Path]
 ) -> None:
     with pytest.raises(
-        ValueError, match=f"a mixtral model cannot be split by parallel.{mesh} = 2: its config.json asks for"
+        ValueError, match=f"models of type mixtral cannot be split by parallel.{mesh} = 2: its config.json asks for"
     ):
         make_run(f"mixtral {mesh}", ranks=2, **settings(folder("mixtral")), **{f"parallel__{mesh}": 2})
 
