@@ -113,6 +113,6 @@ def test_positions_that_are_counted_from_the_pad_token_on_suffice(
 def test_a_class_that_reads_images_is_refused_by_name(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma3n", "text_config": {"hidden_size": 32}}')
     with pytest.raises(
-        ValueError, match=r"a gemma3n, whose config.json has none of hidden_size, .* beside text_config"
+        ValueError, match=r"of type gemma3n, whose config.json has none of hidden_size, .* beside text_config"
     ):
         make_run("images", model__dropout=0.0, model__architecture="path", model__path=str(tmp_path))

@@ -168,7 +168,7 @@ TORCHAO: dict[str, Any] = {"parallel__precision": "fp8", "parallel__fp8_by": "to
         ({}, ""),
         ({"train__compile": False}, "has train.compile=False"),
         ({"parallel__precision": "bf16"}, "computes in bf16"),
-        ({"model__architecture": "gpt2", "model__kv_heads": 0}, "is a gpt2 model"),
+        ({"model__architecture": "gpt2", "model__kv_heads": 0}, "of type gpt2"),
         ({"parallel__strategy": "ddp", "parallel__tp": 2, "model__kv_heads": 4}, "has parallel.tp = 2"),
     ],
 )
