@@ -155,12 +155,13 @@ def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) 
     if not (folder / "manifest.json").exists():
         raise ValueError(f"the run's tokens are not on this machine (looked for {folder}): give --data PATH")
     shards = TokenShards.read(folder / "manifest.json")
-    if subject.plan is None or shards.made_by(subject.plan.text_encoding):
+    rule = subject.plan.text_encoding if subject.plan else None
+    if rule is None or rule == held_out_of.text_encoding or shards.made_by(rule):  # older manifests record no rule
         return folder, shards
     logger.info(
         "%s was trained by another rule for special tokens (%s) than %s: tokenizing this run's text by its own",
         subject.what,
-        subject.plan.text_encoding.in_words,
+        rule.in_words,
         held_out_of.run_id,
     )
     text = held_out_of.config.data.model_copy(update={"tokenizer": _own_tokenizer(subject)})
