@@ -565,9 +565,16 @@ def write_table(table: dict[str, dict[str, str]]) -> None:
         "transformers": transformers.__version__,
         "masked": sorted(masked),
         "counts_from_pad": sorted(model_type for model_type in masked if counts_from_pad(model_type)),
-        "types": dict(sorted(rows.items())),
     }
-    TABLE.write_text(json.dumps(whole, indent=1) + "\n")
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in whole.items()]
+    types = [f"  {json.dumps(name)}: {json.dumps(_in_short(row))}" for name, row in sorted(rows.items())]
+    TABLE.write_text("{\n" + ",\n".join([*lines, ' "types": {\n' + ",\n".join(types) + "\n }"]) + "\n}\n")
+
+
+def _in_short(refused: dict[str, str]) -> dict[str, str]:
+    """Return one entry in place of all abilities' if these are refused for one reason."""
+    reasons = set(refused.values())
+    return {"*": reasons.pop()} if len(refused) == len(ABILITIES) and len(reasons) == 1 else refused
 
 
 def report(found: dict[str, dict[str, str]], *, write: bool) -> None:

@@ -36,7 +36,7 @@ def why_type_cannot(model_type: str, ability: Ability) -> str | None:
     found = _table()["types"].get(model_type)
     if found is None:
         return f"it is not among the types that were tested with transformers {_table()['transformers']}"
-    reason: str | None = found.get(ability)
+    reason: str | None = found.get(ability) or found.get("*")  # the same for all abilities
     return reason
 
 
