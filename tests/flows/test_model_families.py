@@ -70,7 +70,12 @@ def test_a_family_is_continued_killed_resumed_exported_and_served(model_type: st
     settings.vocab_size = VOCAB
     folder = user_folder.folder / model_type
     AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
-    command = [*pretrain(user_folder, folder), MESHES[model_type], "checkpoint.every_steps=5"]
+    command = [
+        *pretrain(user_folder, folder),
+        MESHES[model_type],
+        "checkpoint.every_steps=5",
+        "train.log_every_steps=1",
+    ]
     outcome: dict[str, Any] = json.loads(user_folder.run(*command, f"name={model_type}", "--json")[0])
     run_dir, known = user_folder.home / outcome["run_id"], user_folder.run_dirs()
 

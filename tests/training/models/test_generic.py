@@ -88,10 +88,12 @@ def test_random_weights_of_classes_with_other_field_names_train(
     AutoConfig.for_model(model_type, **config).save_pretrained(tmp_path)
     kind = "bert" if "bert" in model_type else "path"
     single = {"model__architecture": kind, "model__path": str(tmp_path), "parallel__strategy": "single"}
-    plan_path = make_run(model_type, **CONFIG | single)
+    longer = {"train__steps": 300, "train__learning_rate": 1e-2, "train__global_batch": 32, "train__micro_batch": 32}
+    plan_path = make_run(model_type, **CONFIG | single | (longer if kind == "bert" else {}))
     run_ranks(plan_path)
-    logged = losses(plan_path)
-    assert logged[STEPS] < logged[1] - 0.03
+    logged = list(losses(plan_path).values())
+    first, last = (logged[:20], logged[-50:]) if kind == "bert" else (logged[:1], logged[-1:])
+    assert sum(last) / len(last) < sum(first) / len(first) - 0.1
     assert RunPlan.read(plan_path).shape.layers == 2
 
 
