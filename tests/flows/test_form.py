@@ -112,7 +112,7 @@ def test_a_submitted_run_has_what_was_filled_in_and_the_rest_of_its_deployment(
     )
     kept = {"beta2", "learning_rate", "global_batch"}
     assert {name: config["train"][name] for name in kept} == {name: preset["train"][name] for name in kept}
-    assert config["evaluation"]["prompts"] == preset["evaluation"]["prompts"]
+    assert config["checkpoint"]["keep_last"] == preset["checkpoint"]["keep_last"]
 
     form.page.goto(f"{servers.url('prefect')}/v2/runs/flow-run/{run['id']}?tab=Artifacts")
     for artifact in ("plan", "training", "evaluation", "report", "mlflow-run"):
