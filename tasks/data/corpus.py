@@ -79,7 +79,7 @@ NO_STORE = StoreConfig()
 
 @dataclass(frozen=True)
 class _Format:
-    """What decides, beside text and settings, which tokens come of a corpus: a part of the fingerprint.
+    """A version of the way from text to tokens: beside text and settings, a part of the fingerprint.
 
     Increase `version` when equal inputs give other shards than before. Since 2, chunks are cut by file and byte, and
     documents of text and JSON lines are identified by their byte, not by their line. Increase `readers` when readers

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -19,8 +19,9 @@ from pathlib import Path
 from tasks.workspace.processes import free_port
 from tests.support import nccl_like
 from tests.support.device import rank_environment
+from tests.support.waiting import until
 from training.records.plan import RunPlan
-from training.tracking.rows import read_rows
+from training.tracking.rows import METRICS, read_rows
 
 BACKEND = "SHARDLINE_TEST_BACKEND"  # nccl_like: the ranks' groups are those of tests/support/nccl_like.py
 _SERVER = multiprocessing.get_context("forkserver")
@@ -108,3 +109,25 @@ def rank_env() -> dict[str, str]:
 def losses(plan_path: Path) -> dict[int, float]:
     """Step -> training loss, as logged."""
     return {row["step"]: row["loss"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "loss" in row}
+
+
+def kill_and_resume(make: Callable[..., Path], *, ranks: int, at_step: int, undisturbed: Path) -> Path:
+    """The plan of a run of two ranks that was killed after a step and ended by `ranks`: it has `undisturbed`'s losses,
+    to the bit on two ranks. `make`: plans a run of a name for so many ranks.
+    """
+    import torch  # not for the many who only read losses
+
+    plan_path = make(f"killed {ranks}", ranks=2)
+    killed = Ranks(plan_path)
+    until(lambda: (plan_path.parent / METRICS).exists() and at_step in losses(plan_path), f"step {at_step} is logged")
+    killed.signal(signal.SIGKILL)
+    killed.wait()
+    assert max(losses(plan_path)) < RunPlan.read(plan_path).steps
+    make(plan_path.parent.name, ranks=ranks)
+    run_ranks(plan_path)
+    got, expected = losses(plan_path), losses(undisturbed)
+    if ranks == 2:
+        assert got == expected
+    else:
+        torch.testing.assert_close(*(torch.tensor(list(each.values())) for each in (got, expected)), rtol=1e-4, atol=0)
+    return plan_path

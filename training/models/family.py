@@ -53,7 +53,10 @@ STYLES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Tail:
-    """What a class makes of its head's results: cap * tanh(scale * logits / cap), without a cap scale * logits."""
+    """A class's step from its head's results to its logits.
+
+    It is cap * tanh(scale * results / cap), without a cap scale * results.
+    """
 
     scale: float = 1.0
     cap: float | None = None

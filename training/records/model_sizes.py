@@ -82,7 +82,7 @@ class ModelSizes(Record):
 
     @property
     def outside(self) -> Part:
-        """What does not belong to layers, together."""
+        """The part before and the part after the layers, together."""
         return _sum(self.before, self.after)
 
     @property

@@ -10,7 +10,7 @@ SpecialTokensInText = Literal["none", "template", "all"]
 
 
 class TextEncoding(Record):
-    """What training.tokenizer.text_encoder needs beside a tokenizer. Shards without this record have its defaults.
+    """A rule for special tokens in text and for how documents begin. Shards without this record have its defaults.
 
     `rule`: data.tokenizer.special_tokens_in_text. `special_tokens`: the special tokens that the rule takes for special
     where a text holds them; all others are text. `bos`: the tokens before each document and prompt.

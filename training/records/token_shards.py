@@ -74,7 +74,7 @@ class LeftOut(Record):
 
 
 class Ledger(Record):
-    """What was counted while text was read and encoded. Older records lack some of it, which is 0 then.
+    """The counts of what was read, left out and lost while text became tokens. Those that older records lack are 0.
 
     `repeated`: documents left out because an earlier one has the same text. `filtered`: rows left out by data.where.
     `skipped`: documents that could not be read, with all that was lost to the same fault. `characters`: of the text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from tests.support.numbered_corpus import CONTEXT, CPU, NUM_TOKENS, global_batch, plan_of, write_numbered
-from tests.support.ranks import Ranks, losses, run_ranks
-from tests.support.waiting import until
+from tests.support.ranks import kill_and_resume, losses, run_ranks
 from training.data.loader import Loader
 from training.records.plan import RunPlan
 from training.shards.stream import TokenStream
@@ -82,19 +80,7 @@ def test_the_loss_is_the_mean_over_all_ranks_real_tokens(undisturbed: Path, make
 def test_a_killed_run_goes_on_with_the_same_packs_on_any_number_of_ranks(
     ranks: int, make: Callable[..., Path], undisturbed: Path
 ) -> None:
-    plan_path = make(f"killed {ranks}", ranks=2)
-    killed = Ranks(plan_path)
-    until(lambda: (plan_path.parent / METRICS).exists() and KILLED_AT in losses(plan_path), "a step is logged")
-    killed.signal(signal.SIGKILL)
-    killed.wait()
-    assert max(losses(plan_path)) < RunPlan.read(plan_path).steps
-    make(plan_path.parent.name, ranks=ranks)
-    run_ranks(plan_path)
-    got, expected = losses(plan_path), losses(undisturbed)
-    if ranks == 2:
-        assert got == expected
-    else:
-        torch.testing.assert_close(*(torch.tensor(list(each.values())) for each in (got, expected)), rtol=1e-4, atol=0)
+    plan_path = kill_and_resume(make, ranks=ranks, at_step=KILLED_AT, undisturbed=undisturbed)
     for name in ("tokens", "padding_share"):
         assert by_step(plan_path, name) == by_step(undisturbed, name)
     ours, theirs = RunPlan.read(plan_path), RunPlan.read(undisturbed)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.mixture_shards import NAMES, plan_of, write_mixture
-from tests.support.ranks import Ranks, losses, run_ranks
-from tests.support.waiting import until
+from tests.support.ranks import kill_and_resume, run_ranks
 from training.records.plan import RunPlan
 from training.tracking.rows import METRICS, read_rows
 
@@ -68,19 +65,7 @@ def test_tokens_seen_and_validation_losses_are_logged_by_source(undisturbed: Pat
 def test_a_killed_run_goes_on_with_the_same_batches_on_any_number_of_ranks(
     ranks: int, make: Callable[..., Path], undisturbed: Path
 ) -> None:
-    plan_path = make(f"killed {ranks}", ranks=2)
-    killed = Ranks(plan_path)
-    until(lambda: (plan_path.parent / METRICS).exists() and 22 in losses(plan_path), "step 22 is logged")
-    killed.signal(signal.SIGKILL)
-    killed.wait()
-    assert max(losses(plan_path)) < STEPS
-    make(plan_path.parent.name, ranks=ranks)
-    run_ranks(plan_path)
-    got, expected = losses(plan_path), losses(undisturbed)
-    if ranks == 2:
-        assert got == expected
-    else:
-        torch.testing.assert_close(*(torch.tensor(list(each.values())) for each in (got, expected)), rtol=1e-4, atol=0)
+    plan_path = kill_and_resume(make, ranks=ranks, at_step=22, undisturbed=undisturbed)
     assert tokens_seen(plan_path) == tokens_seen(undisturbed)
 
 
