@@ -156,8 +156,10 @@ def _prepare_one(
 ) -> tuple[Path, TokenShards]:
     """Return the shards of one corpus, with its own tokenizer or a pretrained one."""
 
+    pretrained_hash = content_hash(pretrained)
+
     def place(corpus: Corpus, made: _Format = TODAY) -> tuple[Path, str]:
-        fingerprint = _fingerprint(corpus, specials, content_hash(pretrained), made)
+        fingerprint = _fingerprint(corpus, specials, pretrained_hash, made)
         return tokens_home.absolute() / fingerprint[:16], fingerprint
 
     corpus = _with_rule(corpus, lambda corpus: place(corpus)[0], store)
@@ -249,10 +251,10 @@ def _prepare_mixture(
     store: StoreConfig,
 ) -> tuple[Path, TokenShards]:
     """Return the shards of each corpus with one tokenizer, and the manifest of all."""
-    names = tuple(source.label for source in data.sources)
+    names, pretrained_hash = tuple(source.label for source in data.sources), content_hash(pretrained)
 
     def address(corpus: Corpus) -> Path:
-        return tokens_home.absolute() / _fingerprint(corpus, specials, content_hash(pretrained))[:16]
+        return tokens_home.absolute() / _fingerprint(corpus, specials, pretrained_hash)[:16]
 
     given = [_with_rule(part, address, store) if isinstance(part, Corpus) else part for part in given]
     corpora = [part for part in given if isinstance(part, Corpus)]
@@ -263,7 +265,7 @@ def _prepare_mixture(
                 _check_rule(name, part.manifest, encoding)
 
     def place(**how: Any) -> tuple[Path, str]:
-        fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained, **how)
+        fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained_hash, **how)
         return tokens_home.absolute() / fingerprint[:16], fingerprint
 
     older = [place(made=made, draws=draws, joins=False) for made in OLDER for draws in (False, True)]
@@ -310,14 +312,14 @@ def _fingerprint_of_mixture(
     names: tuple[str, ...],
     given: list[Corpus | _Finished],
     specials: Specials,
-    pretrained: PreTrainedTokenizerFast | None,
+    pretrained_hash: str,
     *,
     made: _Format = TODAY,
     draws: bool = False,
     joins: bool = True,
 ) -> str:
     fingerprints = [
-        _fingerprint(replace(part, joins=part.joins and joins), specials, content_hash(pretrained), made)
+        _fingerprint(replace(part, joins=part.joins and joins), specials, pretrained_hash, made)
         if isinstance(part, Corpus)
         else part.manifest.fingerprint
         for part in given

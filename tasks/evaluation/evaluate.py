@@ -27,8 +27,9 @@ from training.config.model import ModelConfig
 from training.config.parallel import Precision
 from training.config.run import ProfileConfig, RunConfig
 from training.config.serving import InferenceConfig
+from training.facts.families import masked_types
 from training.planner.inference import check_inference
-from training.planner.model_shape import MASKED_TYPES, shape_of_hf
+from training.planner.model_shape import shape_of_hf
 from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
 from training.records.record import read_fields, sha256_file
@@ -177,7 +178,7 @@ def _own_tokenizer(subject: Subject) -> TokenizerConfig:
 def _objective(subject: Subject) -> Any:
     if subject.plan is not None:
         return subject.plan.config.objective
-    return "masked" if _settings(subject)["model_type"] in MASKED_TYPES else "causal"
+    return "masked" if _settings(subject)["model_type"] in masked_types() else "causal"
 
 
 def _settings(subject: Subject) -> dict[str, Any]:

@@ -10,9 +10,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import distributions
@@ -24,7 +21,7 @@ from tasks.planning.saved_sizes import is_tied, num_saved, sizes_of_saved
 from tasks.store.local_copy import local_copy
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
-from training.node.host_check import COUNT_S, counted_name, request_name, too_slow
+from training.node.host_check import count, counted_name, request_name
 from training.planner.model_shape import check_kind, shape_of_hf
 from training.records.model_state import saved_shapes
 from training.records.plan import ModelShape
@@ -55,7 +52,7 @@ def counted_shape(config: RunConfig) -> ModelShape | None:
     check_kind(config.model, str(json.loads(file.read_bytes()).get("model_type", "unknown")))
     shape = _kept(config, file)
     if shape is None and importlib.util.find_spec("torch") is not None:
-        shape = _keep(_count(file, config.objective), _kept_at(config, file))
+        shape = _keep(ModelShape.model_validate_json(count(file, config.objective)), _kept_at(config, file))
     folder = Path(local_copy(config.model.path, field="model.path")).expanduser()
     if config.model.init == "pretrained" and any(folder.glob("*.safetensors")):
         return _of_weights(shape, folder, file)
@@ -82,20 +79,6 @@ def counted_by_hosts(config: RunConfig, *, run_dir: Path) -> Iterator[None]:
     finally:
         request.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
-
-
-def _count(file: Path, objective: str) -> ModelShape:
-    """Count in a process of its own: this one imports no torch. Raises ValueError with the cause if it fails."""
-    program = [sys.executable, "-m", "training.models.sizes", str(file.resolve()), objective]
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    try:
-        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=COUNT_S)
-    except subprocess.TimeoutExpired:
-        raise ValueError(too_slow("here")) from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ValueError(last if done.returncode == 2 else f"the parameters of model.path cannot be counted: {last}")
-    return ModelShape.model_validate_json(done.stdout.splitlines()[-1])
 
 
 def _of_weights(shape: ModelShape | None, folder: Path, file: Path) -> ModelShape:

@@ -55,11 +55,13 @@ def has_family(shape: ModelShape) -> bool:
     return not shape.adds_loss and any(can(shape.architecture, ability) for ability in get_args(Ability))
 
 
+@functools.cache
 def masked_types() -> frozenset[str]:
     """Return the types of models that predict masked words."""
     return frozenset(_table()["masked"])
 
 
+@functools.cache
 def types_counting_from_pad() -> frozenset[str]:
     """Return the types that count positions from their pad token's ID + 1 on."""
     return frozenset(_table()["counts_from_pad"])

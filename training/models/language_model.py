@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.data.batch import IGNORED, Batch
-from training.facts.families import adds_loss, can
+from training.facts.families import adds_loss, can, types_counting_from_pad
 from training.models import hugging_face
 from training.models.auxiliary_loss import AuxiliaryLoss
 from training.models.context import ContextPieces, attend_over
@@ -29,7 +29,7 @@ from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import Softmax, linear_cross_entropy, linear_scores, softmax_
 from training.models.pretrained import auto_class_of, load_pretrained
 from training.models.state import state_of
-from training.planner.model_shape import COUNT_FROM_PAD, dropout_fields
+from training.planner.model_shape import dropout_fields
 from training.records.plan import RunPlan
 from training.runtime.mesh import copy_to_group, gather_sequence
 from training.runtime.tensor_cut import Cut
@@ -419,7 +419,7 @@ def hf_config(plan: RunPlan) -> Any:
     if model.path:
         ends = {"bos_token_id": plan.end_id, "eos_token_id": plan.end_id, "pad_token_id": plan.end_id}
         settings = AutoConfig.from_pretrained(path, vocab_size=plan.vocab_size, trust_remote_code=False)
-        if settings.model_type in COUNT_FROM_PAD:
+        if settings.model_type in types_counting_from_pad():
             settings.max_position_embeddings += plan.end_id - settings.pad_token_id
         settings.update(ends)
         return with_dropout(settings, model.dropout)

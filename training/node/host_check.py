@@ -165,13 +165,6 @@ def counting_s(folder: Path) -> float:
     return COUNT_S if any((folder / request_name(objective)).exists() for objective in OBJECTIVES) else 0.0
 
 
-def too_slow(where: str) -> str:
-    return (
-        f"model.path's parameters were not counted within {COUNT_S:g} s {where}: start the run again, which finds "
-        "torch's files in the disk cache; if it is slow again, put the virtual environment or image on a local disk"
-    )
-
-
 def count_models(asked: Asked, folder: Path) -> list[str]:
     """Count the parameters of the model whose config.json lies in the run folder, with this host's transformers."""
     findings = []
@@ -179,20 +172,35 @@ def count_models(asked: Asked, folder: Path) -> list[str]:
         answer = folder / counted_name(objective)
         if answer.exists() or not (request := folder / request_name(objective)).exists():
             continue
-        program = [sys.executable, "-m", "training.models.sizes", str(request), objective, asked.host]
         try:
-            done = subprocess.run(program, capture_output=True, text=True, timeout=COUNT_S)
-        except subprocess.TimeoutExpired:
-            findings.append(too_slow(f"on {asked.host}"))
-            continue
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            findings.append(last if done.returncode == 2 else f"model.path's parameters cannot be counted: {last}")
+            counted = count(request, objective, node=asked.host)
+        except ValueError as error:
+            findings.append(str(error))
             continue
         part = answer.with_name(f"{answer.name}.{asked.host}")
-        part.write_text(done.stdout.splitlines()[-1])
+        part.write_text(counted)
         part.replace(answer)
     return findings
+
+
+def count(config_json: Path, objective: str, *, node: str = "") -> str:
+    """Count a model's parameters in a process with torch; return its ModelShape as JSON. `node`: this host's name, for
+    a launcher elsewhere. Raises ValueError with the cause.
+    """
+    program = [sys.executable, "-m", "training.models.sizes", str(config_json.resolve()), objective, node]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    try:
+        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=COUNT_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"model.path's parameters were not counted within {COUNT_S:g} s {f'on {node}' if node else 'here'}: start "
+            "the run again, which finds torch's files in the disk cache; if it is slow again, put the virtual "
+            "environment or image on a local disk"
+        ) from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ValueError(last if done.returncode == 2 else f"the parameters of model.path cannot be counted: {last}")
+    return done.stdout.splitlines()[-1]
 
 
 # Network

@@ -20,7 +20,6 @@ ASSUMED_VOCAB = {
 }  # used in a dry run, until the corpus is tokenized
 # attention_dropout, resid_pdrop, hidden_dropout_prob, ...: as transformers' classes spell it (5.23)
 DROPOUT = re.compile(r"^(?!classifier|summary|seq_classif|qa|pooler|token).*(dropout|pdrop|dropout_prob|dropout_p)$")
-MASKED_TYPES = masked_types()
 
 # The experts that a token is sent to, as transformers' configs spell it (5.24).
 CHOSEN_EXPERTS = (
@@ -35,7 +34,6 @@ CHOSEN_EXPERTS = (
 )
 ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")
 QUERIES = re.compile(r"(?!.*linear)(.*\.)(q_proj|k_proj|qkv)\.")
-COUNT_FROM_PAD = types_counting_from_pad()
 COUNT_FROM_PAD_ID = 1  # the pad token's ID of these classes, where config.json names none
 
 
@@ -82,7 +80,7 @@ def model_shape(
             "pretrain` lets the hosts do it before it plans; to plan here, install torch (shardline[train])"
         )
     sizes = shape.sizes.with_words(vocab_size - shape.vocab_size)
-    if hf_config.get("model_type") in COUNT_FROM_PAD and model.init == "random":
+    if hf_config.get("model_type") in types_counting_from_pad() and model.init == "random":
         rows = shape.width * (end_id - _pad_id(hf_config))
         more = {name: getattr(sizes.before, name) + rows for name in ("parameters", "used")}
         sizes = sizes.model_copy(update={"before": sizes.before.model_copy(update=more)})
@@ -141,9 +139,9 @@ def own_shape(
 
 def check_kind(model: ModelConfig, model_type: str) -> None:
     """Raise ValueError unless model.architecture, which decides the objective, is the kind of model in model.path."""
-    fitting = {"bert"} if model_type in MASKED_TYPES else {"path", model_type}
+    fitting = {"bert"} if model_type in masked_types() else {"path", model_type}
     if model.architecture not in fitting:
-        cure = "bert" if model_type in MASKED_TYPES else "path"
+        cure = "bert" if model_type in masked_types() else "path"
         raise ValueError(
             f"model.path = {model.path} holds a model of type {model_type}, model.architecture is "
             f"{model.architecture}: set model.architecture={cure}"
@@ -165,7 +163,7 @@ def check_positions(config: RunConfig, hf: Mapping[str, Any], *, end_id: int) ->
     `end_id`: the end token, which is the pad token of a model with random weights. Raises ValueError if the context
     exceeds the positions that are left.
     """
-    if hf.get("model_type") not in COUNT_FROM_PAD:
+    if hf.get("model_type") not in types_counting_from_pad():
         return []
     pad_id, rows = _pad_id(hf), int(hf.get("max_position_embeddings") or 0)
     positions = rows - pad_id - 1

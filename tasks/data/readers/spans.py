@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -62,10 +61,6 @@ class Piece(NamedTuple):  # not a frozen dataclass, which takes four times as lo
     @property
     def source(self) -> int:
         return self.place.span.number
-
-
-def whole_spans(sources: Iterable[Source]) -> list[Span]:
-    return [Span(number, source) for number, source in enumerate(sources)]
 
 
 def _line_of(source: Source, offset: int) -> int:

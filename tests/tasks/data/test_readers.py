@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from tasks.data.readers import LONGEST_PIECE, read_spans, whole_spans
+from tasks.data.readers import LONGEST_PIECE, Span, read_spans
 from tasks.data.sources import SkippedDocuments, find_sources
 from tests.support.tiny_corpus import all_documents, decoded, prepare
 from training.config.data import DataConfig
@@ -104,7 +104,7 @@ def test_a_json_array_larger_than_memory_allows_is_streamed(tmp_path: Path) -> N
     size = source.stat().st_size
     data = DataConfig(path=str(source))
     skipped = SkippedDocuments("stop")
-    spans = whole_spans(find_sources(data, skipped))
+    spans = [Span(number, source) for number, source in enumerate(find_sources(data, skipped))]
     next(read_spans(spans, data, skipped))  # imports
     tracemalloc.start()
     read = sum(len(piece.text) for piece in read_spans(spans, data, skipped))
