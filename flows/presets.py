@@ -17,10 +17,12 @@ from tasks.workspace.paths import command
 from training.config.credentials import without_url_credentials
 from training.config.run import RunConfig
 from training.config.serving import EvaluateConfig, ServeConfig, TritonConfig
+from training.config.size_rule import cleared
 
 C = TypeVar("C", bound=BaseModel)
 Shape = dict[str, "Shape"]  # name of a section -> its own sections; fields are not in it
 
+SIZE_FIELD = "model.size="
 PRETRAIN = "flows.pretrain.pretrain"
 PRESETS_FILE = Path(__file__).with_name("prefect.yaml")  # in a checkout a link to the one at the top; in a wheel a file
 
@@ -73,10 +75,11 @@ def command_for_all_steps(config: RunConfig) -> str:
         return ""
     train = config.train.model_copy(update={"target_minutes": 0.0})
     asked = dict(flattened(config.model_copy(update={"train": train}).model_dump(mode="json")))
-    known = dict(flattened(load_config(preset).model_dump(mode="json")))
+    by_size = [f"{SIZE_FIELD}{config.model.size}"] if config.model.size else []
+    known = dict(flattened(load_config(preset, by_size).model_dump(mode="json")))
     differ = [field for field, value in asked.items() if field != "preset" and known.get(field) != value]
     changed = [f"{field}={_as_yaml(field, asked[field])}" for field in differ]
-    return shlex.join([command("shardline"), "pretrain", preset, *changed])
+    return shlex.join([command("shardline"), "pretrain", preset, *by_size, *changed])
 
 
 def preset_of(config: RunConfig) -> str:
@@ -111,7 +114,9 @@ def laid_over(base: dict[str, Any], given: dict[str, Any], *, shape: Shape) -> d
 
 
 def _validated(config: type[C], content: dict[str, Any], overrides: Sequence[str]) -> C:
-    for override in overrides:
+    for override in sorted(overrides, key=lambda override: not override.startswith(SIZE_FIELD)):
+        if override.startswith(SIZE_FIELD):  # it chooses anew what the preset or an earlier size has chosen
+            cleared(content)
         _apply(content, override, config)
     try:
         return config.model_validate(content)

@@ -15,6 +15,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from training.config.credentials import RECORD
 from training.config.section import Section
 
+# Tokens of a vocabulary before the corpus is tokenized, where the config does not tell their number.
+ASSUMED_VOCAB = {"bpe": 4096, "bytes": 257, "characters": 128, "pretrained": 50_257}
+
 
 class TokenizerConfig(Section):
     """The tokenizer that turns text into tokens."""
@@ -70,7 +73,7 @@ class TokenizerConfig(Section):
 
     @property
     def bpe_size(self) -> int:
-        return self.vocab_size or 4096
+        return self.vocab_size or ASSUMED_VOCAB["bpe"]
 
     @model_validator(mode="after")
     def check(self) -> TokenizerConfig:

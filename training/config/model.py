@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from training.config.section import Section
+from training.config.size_rule import SIZE
 
 
 class ModelConfig(Section):
@@ -25,6 +27,11 @@ class ModelConfig(Section):
     init: Literal["random", "pretrained"] = Field(
         "random",
         description="Initial weights. random: freshly initialized. pretrained: loaded from the model at `path`.",
+    )
+    size: str = Field(
+        "",
+        description="Number of parameters, such as 124M or 1.1B. It chooses layers, width, heads, steps, batch and "
+        "learning rate by published rules, where these are not given. Empty: each is as its own field says.",
     )
     layers: int = Field(4, ge=1, le=1000, description="Number of transformer layers.")
     width: int = Field(
@@ -61,6 +68,15 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.path = {self.path!r} would not be used: set model.init=pretrained for its weights, "
                 "or model.architecture=path for its shape"
+            )
+        if self.size and not re.fullmatch(SIZE, self.size):
+            raise ValueError(
+                f"model.size = {self.size!r} is not a number of parameters: write it with K, M or B, such as 124M"
+            )
+        if self.size and from_path:
+            raise ValueError(
+                f"model.size = {self.size} would not be used, the model at {self.path!r} has its own sizes: leave out "
+                "model.size or model.path"
             )
         if not from_path and self.width % self.heads:
             raise ValueError(

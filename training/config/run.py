@@ -6,7 +6,7 @@ Combinations that do not work are refused in each section's `check`, with the nu
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -20,6 +20,7 @@ from training.config.parallel import ParallelConfig
 from training.config.prices import PricesConfig
 from training.config.promotion import GatesConfig, RegistryConfig, RolloutConfig
 from training.config.section import Section
+from training.config.size_rule import filled
 from training.config.store import StoreConfig
 from training.config.train import TrainConfig
 
@@ -123,6 +124,12 @@ class RunConfig(Section):
     @property
     def model_name(self) -> str:
         return self.registry.model_name or self.name
+
+    @model_validator(mode="before")
+    @classmethod
+    def choose_by_size(cls, fields: Any) -> Any:
+        """Fill in what `model.size` chooses and `fields` do not give."""
+        return filled(fields)
 
     @model_validator(mode="after")
     def check(self) -> RunConfig:

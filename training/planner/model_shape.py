@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from training.config.data import ASSUMED_VOCAB
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
 from training.facts.families import adds_loss, masked_types, types_counting_from_pad
@@ -13,11 +14,6 @@ from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
 from training.records.token_shards import TokenShards
 
-ASSUMED_VOCAB = {
-    "bytes": 257,
-    "characters": 128,
-    "pretrained": 50_257,
-}  # used in a dry run, until the corpus is tokenized
 # attention_dropout, resid_pdrop, hidden_dropout_prob, ...: as transformers' classes spell it (5.23)
 DROPOUT = re.compile(r"^(?!classifier|summary|seq_classif|qa|pooler|token).*(dropout|pdrop|dropout_prob|dropout_p)$")
 

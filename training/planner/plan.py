@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from training.config.data import ASSUMED_VOCAB
 from training.config.parallel import Precision
 from training.config.run import RunConfig
+from training.config.size_rule import describe as describe_size
 from training.config.train import TrainConfig, check_schedule, warn_of_warmup
 from training.facts.families import why_not
 from training.planner.chosen_layout import ChosenLayout
@@ -20,7 +22,7 @@ from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
 from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.mixture import describe_packing, describe_sources, one_pass, plan_sources, warn_of_repeats
-from training.planner.model_shape import ASSUMED_VOCAB, check_positions, model_shape, vocab_size
+from training.planner.model_shape import check_positions, model_shape, vocab_size
 from training.planner.precision import ChosenPrecision, own_precisions, resolved_precision
 from training.planner.pricing import predict, price_memory_copies, seconds_of
 from training.planner.replicas import BatchSplit, choose_replicas
@@ -82,7 +84,7 @@ def make_plan(
     text, why_text = _text(config, epoch, steps=run.steps, sequences=run.sequences)
     assumed = _assumptions(config, shards, inventory, steps=run.steps, compiled=compiled)
     why_steps, why_losses = f"{counted(run.steps, 'step')}: {run.why}", _other_losses(hf_config or {})
-    reasons = [why_steps, *assumed, *why_positions, *why_losses, *why_text]
+    reasons = [why_steps, *describe_size(config), *assumed, *why_positions, *why_losses, *why_text]
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, num_steps=run.steps)
     _check_disk(config, predicted.checkpoint_gib, run.steps, hosts[0])
