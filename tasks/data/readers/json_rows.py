@@ -15,7 +15,7 @@ import orjson
 
 from tasks.data.contents import TOKENS
 from tasks.data.readers.documents import BLOCK_CHARACTERS, Wanted, pieces_of_document
-from tasks.data.readers.plain_text import numbered_lines
+from tasks.data.readers.plain_text import raw_lines
 from tasks.data.readers.problems import cure_of_row, kind_of, listed, not_unicode
 from tasks.data.readers.spans import Piece, Place, Span
 from tasks.data.sources import SkippedDocuments, Source
@@ -135,10 +135,21 @@ def _space(text: str, place: int) -> int:
 
 
 def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    for offset, line in numbered_lines(span):
+    key = f'"{wanted.column}"'.encode()
+    for offset, raw in raw_lines(span):
         if span.ended(offset):
             return
         place = Place(span, offset, "byte")
+        row: object = MISSING
+        if raw.count(key) <= 1:
+            with contextlib.suppress(
+                orjson.JSONDecodeError
+            ):  # it refuses NaN and halves of surrogate pairs, and faults
+                row = orjson.loads(raw)
+        if row is not MISSING:
+            yield from _of_row(row, place, wanted, skipped)
+            continue
+        line = raw.decode(errors="surrogateescape")
         if not line.strip():  # also the empty line of a file that is only a byte order mark
             continue
         if problem := not_unicode(line):
@@ -158,21 +169,14 @@ def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> It
 
 def _parsed(line: str, column: str) -> object:
     """Parse a line. Raises ValueError, also where an object has the column twice: Python takes the last one."""
-    if line.count(f'"{column}"') > 1:
-        json.loads(line, object_pairs_hook=functools.partial(_check_once, column), parse_int=_integer)
-    with contextlib.suppress(orjson.JSONDecodeError):  # it refuses NaN and halves of surrogate pairs, as well as faults
-        return orjson.loads(line)
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:  # an integer of more than 4,300 digits
-        return DECODER.decode(line)
+    check = functools.partial(_check_once, column)
+    return json.loads(line, object_pairs_hook=check, parse_int=_integer)
 
 
-def _check_once(column: str, pairs: list[tuple[str, object]]) -> None:
+def _check_once(column: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
     if sum(key == column for key, _ in pairs) > 1:
         raise json.JSONDecodeError(f"the key {column!r} is there twice", "", 0)
+    return dict(pairs)
 
 
 def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:

@@ -311,7 +311,7 @@ def test_a_corpus_of_any_size_is_thousands_of_tasks() -> None:
     assert sizes(0, 8, 2) == []
     assert sizes(5, 8, 16) == [1] * 5, "little text: all workers have some"
     assert (len(sizes(1000, 8, 2)), max(sizes(1000, 8, 2))) == (125, 8), "64 MiB each"
-    assert len(sizes(1000, 8, 100)) == 400
+    assert len(sizes(1000, 8, 10)) == 160
     assert len(sizes(100_000, 1024, 1000)) == 4096, "100 TB"
     (first, *_) = tasks_of("tokenize chunks", print, None, chunks(1000, 8), workers=2)
     assert first.title == "tokenize chunks 0-7"
