@@ -356,10 +356,8 @@ def _manifest_of_mixture(
             place = {"name": name_there, "part": number, "stretches": stretches}
             shards.append(shard.model_copy(update=place))
         sources += [file.model_copy(update={"name": f"{name}/{file.name}"}) for file in manifest.sources]
-    manifests = [manifest for _, manifest in parts]
-    return manifests[
-        0
-    ].model_copy(
+    first, *_ = manifests = [manifest for _, manifest in parts]
+    return first.model_copy(
         update={
             "fingerprint": fingerprint,
             "parts": names,

@@ -13,11 +13,12 @@ import platform
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from tasks.data.chunks import Chunk
@@ -127,7 +128,7 @@ class LocalProcesses:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         pool = ProcessPoolExecutor(
-            self.workers, mp_context=context, initializer=_start_forked, initargs=(dict(os.environ),)
+            self.workers, mp_context=context, initializer=start_worker, initargs=(dict(os.environ),)
         )
         try:
             for future in as_completed([pool.submit(task.run) for task in tasks]):
@@ -145,14 +146,9 @@ def killed(workers: int) -> RuntimeError:
     )
 
 
-def _start_forked(environment: dict[str, str]) -> None:
-    """Prepare a worker with the environment that its parent has now; the server has that of its own start."""
+def start_worker(environment: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Prepare a started process for tasks. `environment`: its parent's, for one that a server has forked."""
     os.environ.update(environment)
-    start_worker()
-
-
-def start_worker() -> None:
-    """Prepare a started process for tasks."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread, because there are as many processes as cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all processes; only the parent handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()

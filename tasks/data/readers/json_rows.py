@@ -135,17 +135,14 @@ def _space(text: str, place: int) -> int:
 
 
 def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    key = f'"{wanted.column}"'.encode()
+    key, check = f'"{wanted.column}"'.encode(), functools.partial(_check_once, wanted.column)
     for offset, raw in raw_lines(span):
         if span.ended(offset):
             return
         place = Place(span, offset, "byte")
         row: object = MISSING
-        if raw.count(key) <= 1:
-            with contextlib.suppress(
-                orjson.JSONDecodeError
-            ):  # it refuses NaN and halves of surrogate pairs, and faults
-                row = orjson.loads(raw)
+        with contextlib.suppress(orjson.JSONDecodeError):  # it refuses NaN and halves of surrogate pairs, beside faults
+            row = orjson.loads(raw) if raw.count(key) <= 1 else MISSING  # of a key that is there twice it takes one
         if row is not MISSING:
             yield from _of_row(row, place, wanted, skipped)
             continue
@@ -156,7 +153,7 @@ def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> It
             skipped.skip_or_raise(place, problem)
             continue
         try:
-            row = _parsed(line, wanted.column)
+            row = json.loads(line, object_pairs_hook=check, parse_int=_integer)
         except (ValueError, RecursionError) as error:
             cure = (
                 "a JSON file holds one object per line; only one named .json may be an array, or hold objects of "
@@ -165,12 +162,6 @@ def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> It
             skipped.skip_or_raise(place, f"not valid JSON ({error}); {cure}")
             continue
         yield from _of_row(row, place, wanted, skipped)
-
-
-def _parsed(line: str, column: str) -> object:
-    """Parse a line. Raises ValueError, also where an object has the column twice: Python takes the last one."""
-    check = functools.partial(_check_once, column)
-    return json.loads(line, object_pairs_hook=check, parse_int=_integer)
 
 
 def _check_once(column: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
