@@ -16,8 +16,9 @@ seconds too: as JSON lines and as plain text, four large files each. Its start i
 The last line is one JSON object: `mb_per_s_per_core` by way and number of workers (shardline: JSON lines;
 shardline_text: plain text; both on all of the text), `ratio_vs_datasets` and `ratio_vs_datatrove` (Shardline's rate on
 JSON lines over theirs, on as many workers as there are cores, 2 at most), `ratios_with_start` (the same by way, all on
-the 24 MB), `start_s` (by number of workers: Shardline's time on the 24 MB less what its rate would take for them),
-`linearity_2_workers` (Shardline's rate on 2 over twice that on 1, JSON lines, start included; null on one core),
+the 24 MB), `start_s` (by number of workers: of Shardline's time on the 24 MB what does not grow with the text, by its
+time on all of the text), `linearity_2_workers` (Shardline's rate on 2 over twice that on 1, on all JSON lines, start
+included; null on one core), `linearity_without_start` (the same of the rates at which its time grows with the text),
 `identical` (whether all documents have the same tokens in all ways, and those of the library tokenizers alone with each
 of the tests' `tokenizers`), `failed` (by way: why it could not run; its ratio is null), `mb` of all text, `mb_compared`
 and `documents`.
@@ -158,7 +159,9 @@ def run(*, num_bytes: int, repetitions: int) -> dict[str, Any]:
         differing = differing_cases(folder / "compared", folder / "cases")
     rates = {key: compared / 1e6 / _seconds(each) for key, each in rows.items()}
     with_start = {way: rates["shardline", most] / rates[way, most] for way in WAYS if (way, most) in rates}
-    start_s = {n: _seconds(rows["shardline", n]) - compared / num_bytes * _seconds(large["lines", n]) for n in numbers}
+    times = {n: (_seconds(rows["shardline", n]), _seconds(large["lines", n])) for n in numbers}
+    s_per_byte = {n: (all_s - compared_s) / (num_bytes - compared) for n, (compared_s, all_s) in times.items()}
+    start_s = {n: compared_s - compared * s_per_byte[n] for n, (compared_s, _) in times.items()}
     rates |= {(KINDS[kind], n): num_bytes / 1e6 / _seconds(each) for (kind, n), each in large.items()}
     return {
         "mb_per_s_per_core": {
@@ -173,6 +176,7 @@ def run(*, num_bytes: int, repetitions: int) -> dict[str, Any]:
         "start_s": {str(n): round(seconds, 2) for n, seconds in start_s.items()},
         "failed": failed,
         "linearity_2_workers": round(rates["shardline", 2] / rates["shardline", 1] / 2, 3) if most == 2 else None,
+        "linearity_without_start": round(s_per_byte[1] / s_per_byte[2] / 2, 3) if most == 2 else None,
         "identical": not differing
         and len({(row["digest"], row["tokens"]) for each in rows.values() for row in each}) == 1,
         "tokenizers": {name: name not in differing for name in TOKENIZERS},
