@@ -29,7 +29,7 @@ def shardline(corpus: Path, tokenizer: Path, output: Path, workers: int) -> tupl
     from training.config.data import DataConfig
     from training.shards.stream import TokenStream
 
-    config = {"path": str(corpus), "split": "all", "processes": workers, "shard_mib": 2}
+    config = {"path": str(corpus), "split": "all", "processes": workers}
     data = DataConfig.model_validate(config | {"tokenizer": {"kind": "pretrained", "path": str(tokenizer)}})
     began = time.perf_counter()
     folder, shards = prepare_corpus(data, tokens_home=output)

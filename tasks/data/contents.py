@@ -48,12 +48,18 @@ CONTENTS = (
     Content("xz", RENAME.format(".xz"), (COMPRESSIONS[".xz"].starts,)),
     Content("parquet", RENAME.format(".parquet"), (b"PAR1",)),
     Content("an Arrow file", RENAME.format(".arrow"), (b"ARROW1\0\0", b"\xff\xff\xff\xff")),
+    Content("lz4, or .Z of compress", "decompress it, and give that", (b"\x04\x22M\x18", b"\x1f\x9d")),
     Content("a PDF", "extract its text", (b"%PDF-",)),
+    Content("RTF or PostScript", "extract its text", (b"{\\rtf1", b"%!PS-")),
     Content("a web archive (WARC)", "extract its text, for example with datatrove", (b"WARC/1.",)),
     Content("an index of Megatron's tokens", TOKENS, (b"MMIDIDX\0\0",)),
     Content("a numpy array", TOKENS, (b"\x93NUMPY",)),
     Content("a database of SQLite", "export its text as CSV or JSON lines", (b"SQLite format 3\0",)),
-    Content("an HDF5 file", "export its text as JSON lines", (b"\x89HDF\r\n",)),
+    Content(
+        "HDF5, Avro or a pickle",
+        "export its text as JSON lines",
+        (b"\x89HDF\r\n", b"Obj\x01", *(b"\x80%c" % version for version in range(2, 6))),
+    ),
     Content("a picture", "leave it out", (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a")),
 )
 

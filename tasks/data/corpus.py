@@ -55,7 +55,7 @@ from tasks.workspace.locks import exclusive
 from training.config.data import SHARDS, DataConfig, TokenizerConfig
 from training.config.store import StoreConfig
 from training.records.record import sha256_file, write_atomically
-from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
+from training.records.text_encoding import TextEncoding
 from training.records.token_shards import FinishedChunk, Ledger, Shard, SkippedDocument, SourceFile, TokenShards
 from training.records.words import counted, format_duration
 from training.shards.format import (
@@ -75,6 +75,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_STORE = StoreConfig()
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What all corpora of one call share: the tokenizer that is given, if any, its rule, and where shards are kept."""
+
+    tokens_home: Path
+    store: StoreConfig
+    pretrained: PreTrainedTokenizerFast | None
+    specials: Specials
+    encoding: TextEncoding
+
+    @functools.cached_property
+    def pretrained_hash(self) -> str:
+        return content_hash(self.pretrained)
+
+    def place(self, fingerprint: str) -> tuple[Path, str]:
+        """Return the shard folder of a fingerprint, and the fingerprint."""
+        return self.tokens_home / fingerprint[:16], fingerprint
 
 
 @dataclass(frozen=True)
@@ -129,57 +148,44 @@ def prepare_corpus(
     joins = pretrained is not None and needs_context(pretrained.backend_tokenizer.to_str())
     with contextlib.ExitStack() as stack:
         report = progress or stack.enter_context(text_progress())
-        found = functools.partial(
-            _found, report=report, engine=engine or LocalProcesses(data.processes), encoding=encoding, joins=joins
-        )
+        found = functools.partial(_found, report=report, engine=engine or LocalProcesses(data.processes), joins=joins)
+        shared = _Shared(tokens_home.absolute(), store, pretrained, specials, encoding)
         if not data.sources:
-            folder, shards = _prepare_one(found(data), specials, pretrained, tokens_home=tokens_home, store=store)
+            folder, shards = _prepare_one(found(data), shared)
         else:
             parts = [
                 _Finished(*_shards_of(source.path)) if source.path.startswith(SHARDS) else found(own)
                 for source, own in ((source, data.of_source(source)) for source in data.sources)
             ]
-            folder, shards = _prepare_mixture(
-                data, parts, specials, pretrained, encoding, tokens_home=tokens_home, store=store
-            )
+            folder, shards = _prepare_mixture(data, parts, shared)
     # Folders are shared by rules that give the same tokens, so the manifest may record another one.
     return folder, shards.model_copy(update={"text_encoding": encoding})
 
 
-def _prepare_one(
-    corpus: Corpus,
-    specials: Specials,
-    pretrained: PreTrainedTokenizerFast | None,
-    *,
-    tokens_home: Path,
-    store: StoreConfig,
-) -> tuple[Path, TokenShards]:
+def _prepare_one(corpus: Corpus, shared: _Shared) -> tuple[Path, TokenShards]:
     """Return the shards of one corpus, with its own tokenizer or a pretrained one."""
 
-    pretrained_hash = content_hash(pretrained)
-
     def place(corpus: Corpus, made: _Format = TODAY) -> tuple[Path, str]:
-        fingerprint = _fingerprint(corpus, specials, pretrained_hash, made)
-        return tokens_home.absolute() / fingerprint[:16], fingerprint
+        return shared.place(_fingerprint(corpus, shared, made))
 
-    corpus = _with_rule(corpus, lambda corpus: place(corpus)[0], store)
+    corpus = _with_rule(corpus, shared)
     drawing = replace(corpus, draws=True)
     older = [place(replace(each, joins=False), made) for made in OLDER for each in (corpus, drawing)]
     if found := _first_finished([place(corpus), place(drawing)], older=older):
         folder, manifest = found
         return folder, corpus.with_files_left_out(manifest)
     corpus.check_contents()
-    corpus = drawing if pretrained is None and corpus.must_draw(num_corpora=1) else corpus
+    corpus = drawing if shared.pretrained is None and corpus.must_draw(num_corpora=1) else corpus
     folder, fingerprint = place(corpus)
     with _write_lock(folder):
-        if finished := _finished_manifest(folder) or _on_store(store, folder):  # another process finished it meanwhile
+        if finished := _finished_manifest(folder) or _on_store(shared.store, folder):  # another process made it
             return folder, finished
         for damage in discard_damaged(folder):
             log.warning("%s: deleting the file and making it again", damage)
         corpus = corpus.surveyed_in(folder / SURVEY)
         rule = corpus.choose_rule()
         log.info("split: %s", rule.why)
-        tokenizer = _tokenizer_of([corpus], [rule], folder, corpus.data.tokenizer, specials, pretrained)
+        tokenizer = _tokenizer_of([corpus], [rule], folder, shared)
         discard_other_tokens(folder, tokenizer_sha256=tokenizer.sha256)
         manifest = _tokenize(corpus, rule, folder, fingerprint, _with_library(tokenizer, folder))
         manifest.write(folder / MANIFEST)
@@ -187,7 +193,7 @@ def _prepare_one(
     return folder, manifest
 
 
-def _with_rule(corpus: Corpus, address: Callable[[Corpus], Path], store: StoreConfig) -> Corpus:
+def _with_rule(corpus: Corpus, shared: _Shared) -> Corpus:
     """Return the corpus with whether its text holds special tokens, which is looked for once, unless shards tell it.
 
     The address of shards depends on the rule for special tokens only if it does.
@@ -195,8 +201,12 @@ def _with_rule(corpus: Corpus, address: Callable[[Corpus], Path], store: StoreCo
     if corpus.holds_special is not None:
         return corpus
     yes, no = replace(corpus, holds_special=True), replace(corpus, holds_special=False)
-    if not corpus.encoding.special_tokens:
+    if not shared.encoding.special_tokens:
         return no
+
+    def address(corpus: Corpus) -> Path:
+        return shared.place(_fingerprint(corpus, shared))[0]
+
     folders = {address(replace(answer, draws=draws)): answer for draws in (False, True) for answer in (yes, no)}
 
     def told_by(manifest_of: Callable[[Path], TokenShards | None]) -> Corpus | None:
@@ -211,9 +221,9 @@ def _with_rule(corpus: Corpus, address: Callable[[Corpus], Path], store: StoreCo
     kept = address(yes).parent / FOUND / address(yes).name
     if kept.exists():
         return yes if kept.read_text(encoding="utf-8") == "yes" else no
-    if told := told_by(functools.partial(_on_store, store)):
+    if told := told_by(functools.partial(_on_store, shared.store)):
         return told
-    holds = _holds_special(corpus, kept.parent.parent)
+    holds = _holds_special(corpus, shared)
     write_atomically(kept, "yes" if holds else "no")
     return yes if holds else no
 
@@ -224,10 +234,10 @@ def _manifest_here(folder: Path) -> TokenShards | None:
     return None
 
 
-def _holds_special(corpus: Corpus, tokens_home: Path) -> bool:
+def _holds_special(corpus: Corpus, shared: _Shared) -> bool:
     """Return whether the text holds a token that the rule takes for special; reads it as far as the first one."""
     corpus.check_contents()
-    work = FindWork(corpus.data, tokens_home, corpus.encoding.special_tokens)
+    work = FindWork(corpus.data, shared.tokens_home, shared.encoding.special_tokens)
     sizes = {chunk.index: chunk.num_bytes for chunk in corpus.chunks}
     done_bytes = 0
     searched = run_chunks(corpus.engine, "find special tokens", find_tokens, work, corpus.chunks)
@@ -240,53 +250,38 @@ def _holds_special(corpus: Corpus, tokens_home: Path) -> bool:
     return False
 
 
-def _prepare_mixture(
-    data: DataConfig,
-    given: list[Corpus | _Finished],
-    specials: Specials,
-    pretrained: PreTrainedTokenizerFast | None,
-    encoding: TextEncoding,
-    *,
-    tokens_home: Path,
-    store: StoreConfig,
-) -> tuple[Path, TokenShards]:
+def _prepare_mixture(data: DataConfig, given: list[Corpus | _Finished], shared: _Shared) -> tuple[Path, TokenShards]:
     """Return the shards of each corpus with one tokenizer, and the manifest of all."""
-    names, pretrained_hash = tuple(source.label for source in data.sources), content_hash(pretrained)
-
-    def address(corpus: Corpus) -> Path:
-        return tokens_home.absolute() / _fingerprint(corpus, specials, pretrained_hash)[:16]
-
-    given = [_with_rule(part, address, store) if isinstance(part, Corpus) else part for part in given]
+    names = tuple(source.label for source in data.sources)
+    given = [_with_rule(part, shared) if isinstance(part, Corpus) else part for part in given]
     corpora = [part for part in given if isinstance(part, Corpus)]
     if len(corpora) < len(given):
         _check_finished(data)
         for name, part in zip(names, given, strict=True):
             if isinstance(part, _Finished):
-                _check_rule(name, part.manifest, encoding)
+                _check_rule(name, part.manifest, shared.encoding)
 
     def place(**how: Any) -> tuple[Path, str]:
-        fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained_hash, **how)
-        return tokens_home.absolute() / fingerprint[:16], fingerprint
+        return shared.place(_fingerprint_of_mixture(names, given, shared, **how))
 
     older = [place(made=made, draws=draws, joins=False) for made in OLDER for draws in (False, True)]
     if found := _first_finished([place(), place(draws=True)], older=older):
         return found
     for corpus in corpora:
         corpus.check_contents()
-    draws = pretrained is None and any(corpus.must_draw(num_corpora=len(corpora)) for corpus in corpora)
+    draws = shared.pretrained is None and any(corpus.must_draw(num_corpora=len(corpora)) for corpus in corpora)
     corpora = [replace(corpus, draws=draws) for corpus in corpora]
     folder, fingerprint = place(draws=draws)
     with _write_lock(folder):
-        if finished := _finished_manifest(folder) or _on_store(store, folder):
+        if finished := _finished_manifest(folder) or _on_store(shared.store, folder):
             return folder, finished
         _discard_other_mixture(folder)
-        settings = data.tokenizer
         corpora = [corpus.surveyed_in(folder / SURVEY / str(number)) for number, corpus in enumerate(corpora)]
-        if pretrained is None:
-            rules = [corpus.choose_rule() for corpus in corpora]
-            _tokenizer_of(corpora, rules, folder, settings, specials, None)
+        settings = data.tokenizer
+        if shared.pretrained is None:
+            _tokenizer_of(corpora, [corpus.choose_rule() for corpus in corpora], folder, shared)
             settings = TokenizerConfig(kind="pretrained", path=str(folder / "tokenizer"))
-            pretrained = load_pretrained(settings)
+            shared = replace(shared, pretrained=load_pretrained(settings))
         parts, apart = [], _apart(corpora)
         for name, source, part in zip(names, data.sources, given, strict=True):
             log.info("source %s: %s", name, source.path)
@@ -295,13 +290,13 @@ def _prepare_mixture(
                 continue
             corpus = next(apart)
             own = replace(corpus, data=corpus.data.model_copy(update={"tokenizer": settings}), draws=False)
-            parts.append(_prepare_one(own, specials, pretrained, tokens_home=tokens_home, store=store))
+            parts.append(_prepare_one(own, shared))
         if not (folder / "tokenizer").exists():
             shutil.copytree(parts[0][0] / "tokenizer", folder / ".tokenizer.part")
             (folder / ".tokenizer.part").rename(folder / "tokenizer")
         _check_same_tokenizer(names, parts)
         tokenizer = folder / "tokenizer" / "tokenizer.json"
-        manifest = _manifest_of_mixture(names, parts, fingerprint, encoding, tokenizer=tokenizer)
+        manifest = _manifest_of_mixture(names, parts, fingerprint, shared.encoding, tokenizer=tokenizer)
         manifest = manifest.model_copy(update={"tokenizer": f"{data.tokenizer.kind}, {manifest.vocab_size:,} tokens"})
         manifest.write(folder / MANIFEST)
         shutil.rmtree(folder / SURVEY, ignore_errors=True)
@@ -311,15 +306,14 @@ def _prepare_mixture(
 def _fingerprint_of_mixture(
     names: tuple[str, ...],
     given: list[Corpus | _Finished],
-    specials: Specials,
-    pretrained_hash: str,
+    shared: _Shared,
     *,
     made: _Format = TODAY,
     draws: bool = False,
     joins: bool = True,
 ) -> str:
     fingerprints = [
-        _fingerprint(replace(part, joins=part.joins and joins), specials, pretrained_hash, made)
+        _fingerprint(replace(part, joins=part.joins and joins), shared, made)
         if isinstance(part, Corpus)
         else part.manifest.fingerprint
         for part in given
@@ -362,10 +356,8 @@ def _manifest_of_mixture(
             place = {"name": name_there, "part": number, "stretches": stretches}
             shards.append(shard.model_copy(update=place))
         sources += [file.model_copy(update={"name": f"{name}/{file.name}"}) for file in manifest.sources]
-    manifests = [manifest for _, manifest in parts]
-    return manifests[
-        0
-    ].model_copy(
+    first, *_ = manifests = [manifest for _, manifest in parts]
+    return first.model_copy(
         update={
             "fingerprint": fingerprint,
             "parts": names,
@@ -466,7 +458,7 @@ class Corpus:
     returns the chunks, cut once for all copies of this corpus.
     `earlier`: corpora whose documents are left out of this one. `survey_folder`: for the lists of each chunk's
     documents, if they are needed. `draws`: a BPE is trained on text from all over it, because it has more text than
-    data.tokenizer.sample_mib. `holds_special`: whether the text holds a token that `encoding` takes for special; None:
+    data.tokenizer.sample_mib. `holds_special`: whether the text holds a token that the rule takes for special; None:
     not known. `joins`: the tokens of a long document are those of the whole, for tokenizers that begin each text with
     a space.
     """
@@ -481,7 +473,6 @@ class Corpus:
     earlier: tuple[Corpus, ...] = ()
     survey_folder: Path | None = None
     draws: bool = False
-    encoding: TextEncoding = NOTHING_SPECIAL
     holds_special: bool | None = None
     joins: bool = False
 
@@ -604,7 +595,7 @@ def _sample_bytes(data: DataConfig, num_corpora: int) -> int:
     return data.tokenizer.sample_mib * 2**20 // num_corpora
 
 
-def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, made: _Format = TODAY) -> str:
+def _fingerprint(corpus: Corpus, shared: _Shared, made: _Format = TODAY) -> str:
     """Return a hash of everything that determines the tokens: content and settings, but neither paths nor workers."""
     data, left_out = corpus.data, {"path", "sources", "phases", "hub_revision", "processes", "engine", "streaming"}
     left_out |= {"validation_path", "include", "exclude"}  # the sources say what they choose
@@ -618,15 +609,15 @@ def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, made:
         "format": made.version,
         "sources": [source.record.model_dump() for source in corpus.sources],
         "settings": settings,
-        "specials": [specials.end, specials.mask],
-        "pretrained": pretrained_hash,
+        "specials": [shared.specials.end, shared.specials.mask],
+        "pretrained": shared.pretrained_hash,
     }
     if corpus.draws and data.tokenizer.kind == "bpe":
         identity["sample"] = made.sample
     if corpus.holds_special:
-        identity["special_tokens"] = corpus.encoding.special_tokens
-    if corpus.encoding.bos:
-        identity["bos"] = corpus.encoding.bos
+        identity["special_tokens"] = shared.encoding.special_tokens
+    if shared.encoding.bos:
+        identity["bos"] = shared.encoding.bos
     if corpus.joins and (corpus.total_bytes is None or corpus.total_bytes > LONGEST_PIECE):
         identity["long_documents"] = "as a whole"  # until they were, each piece began with a space
     if data.on_error == "skip" and made.readers > 1:
@@ -636,7 +627,7 @@ def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, made:
     if any(has_quotes for has_quotes, _ in corpus.quotes_in_tables):
         identity["tsv"] = "quotes are text"  # until they were, other tokens came of the same file
     if corpus.earlier:
-        identity["earlier"] = [_fingerprint(each, specials, pretrained_hash, made) for each in corpus.earlier]
+        identity["earlier"] = [_fingerprint(each, shared, made) for each in corpus.earlier]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -717,14 +708,7 @@ def _write_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def _tokenizer_of(
-    corpora: list[Corpus],
-    rules: list[SplitRule],
-    folder: Path,
-    settings: TokenizerConfig,
-    specials: Specials,
-    pretrained: PreTrainedTokenizerFast | None,
-) -> SavedTokenizer:
+def _tokenizer_of(corpora: list[Corpus], rules: list[SplitRule], folder: Path, shared: _Shared) -> SavedTokenizer:
     """Save the tokenizer of these corpora in `folder`; each corpus gives an equal part of tokenizer.sample_mib."""
     started, done = time.perf_counter(), 0
 
@@ -740,10 +724,10 @@ def _tokenizer_of(
 
     tokenizer = save_tokenizer(
         folder,
-        settings,
-        pretrained=pretrained,
-        specials=specials,
-        encoding=corpora[0].encoding,
+        corpora[0].data.tokenizer,
+        pretrained=shared.pretrained,
+        specials=shared.specials,
+        encoding=shared.encoding,
         train_texts=[reported(sample(corpus, rule)) for corpus, rule in zip(corpora, rules, strict=True)],
         all_texts=reported(piece.text for corpus in corpora for piece in corpus.pieces()),
     )

@@ -46,6 +46,7 @@ FORMATS: dict[str, Format] = {
     ".arrow": "arrow",
 }
 ARCHIVES = frozenset({".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".rar"})
+HIDDEN = (".", "~$")  # the latter are lock files of Microsoft Office
 CACHES = "*cache-*.arrow"  # results of map and filter, which datasets keeps in a saved folder that it has loaded
 # Files that `save_to_disk` of the library datasets writes beside .arrow files; they hold no text.
 OF_DATASETS = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
@@ -546,7 +547,7 @@ def _walk(
             links.extend(Path(parent, folder) for folder in folders if Path(parent, folder).is_symlink())
             folders[:] = [folder for folder in folders if os.path.realpath(Path(parent, folder)) not in seen]
             seen.add(os.path.realpath(parent))
-            for path in (Path(parent, name) for name in names if not name.startswith(".")):
+            for path in (Path(parent, name) for name in names if not name.startswith(HIDDEN)):
                 name = printable(path.relative_to(root).as_posix())
                 if path.exists() and not path.is_file():  # reading a pipe would wait for ever
                     skipped.skip_or_raise(name, "neither a file nor a folder")

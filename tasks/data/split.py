@@ -135,13 +135,5 @@ def split_pieces(pieces: Iterable[Piece], rule: SplitRule, *, train_characters: 
 
 
 def _passage(piece: Piece, split: Split) -> Passage:
-    return Passage(
-        split,
-        piece.text,
-        ends=piece.last,
-        whole=piece.last,
-        source=piece.source,
-        begins=not piece.before,
-        before=piece.before,
-        after=piece.after,
-    )
+    begins = not piece.before
+    return Passage(split, piece.text, piece.last, piece.last, piece.source, begins, piece.before, piece.after)

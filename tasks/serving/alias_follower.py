@@ -94,7 +94,11 @@ class AliasFollower:
         model = resolve(ref, tracking_uri=self.tracking_uri, cache_dir=self.cache_dir)
         example = example_prompt(model.records_dir)
         engine = open_engine(model.export_dir, self.inference, rows=self.rows)
-        return ServedVersion(model.name, model.version, engine, model.export_dir, example=example)
+        served = ServedVersion(model.name, model.version, engine, model.export_dir, example=example)
+        with suppress(LookupError, ValueError):  # of a template; a request for a chat reports it
+            served.chat_template.source  # noqa: B018
+            engine.encoder.encode_chat("", guard="\0")  # builds a tokenizer in up to 0.7 s; the first chat would wait
+        return served
 
     def refresh(self) -> None:
         """Load another version and switch to it, if the reference now names one and no other replica is loading it."""

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from training.records.record import DamagedRecord, sha256_file, write_atomically
-from training.records.token_shards import FinishedChunk, Shard, TokenShards
+from training.records.token_shards import FinishedChunk, Ledger, Shard, TokenShards
 from training.shards.remote import remote_folder
 
 Split = Literal["train", "validation"]
@@ -89,7 +89,8 @@ def finished_chunk(folder: Path, index: int) -> FinishedChunk | None:
         finished = FinishedChunk.read(marker)
     except DamagedRecord:
         return None
-    return None if any(_damage(folder, shard) for shard in finished.shards) else finished
+    counts_less = Ledger.model_fields.keys() - finished.model_fields_set  # an older version made it
+    return None if counts_less or any(_damage(folder, shard) for shard in finished.shards) else finished
 
 
 def read_manifest(folder: Path) -> TokenShards:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from training.config.run import RunConfig
 from training.shards.stream import TokenStream
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from training.tokenizer.text_encoder import TextEncoder
 
 OF_STDLIB = ("def ", "import ", "class ")
 DOCUMENTS = 3  # that give a prompt each
@@ -25,22 +24,16 @@ def sample_prompts(config: RunConfig, shards_dir: Path) -> tuple[str, ...]:
     """Return `evaluation.prompts`; for `auto`, words of Python for the standard library, otherwise of held-out text."""
     if config.evaluation.prompts != "auto":
         return config.evaluation.prompts
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(shards_dir / "tokenizer" / "tokenizer.json"))
-    prompts = OF_STDLIB if config.data.path == "stdlib" else first_words(shards_dir, tokenizer)
-    return tuple(prompt for prompt in prompts if _can_encode(tokenizer, prompt)) or ("",)
-
-
-def _can_encode(tokenizer: Tokenizer, prompt: str) -> bool:
-    try:
-        tokenizer.encode(prompt)
-    except Exception:  # what `tokenizers` raises for a character that is not in the vocabulary
-        return False
-    return True
+    encoder = TextEncoder(shards_dir / "tokenizer", None)
+    kept = []
+    for prompt in OF_STDLIB if config.data.path == "stdlib" else _first_words(shards_dir, encoder.tokenizer):
+        with contextlib.suppress(ValueError):  # a character that is not in the vocabulary
+            encoder.encode(prompt)
+            kept.append(prompt)
+    return tuple(kept) or ("",)
 
 
-def first_words(shards_dir: Path, tokenizer: Tokenizer) -> tuple[str, ...]:
+def _first_words(shards_dir: Path, tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the first words of a few documents of the validation split; of a mixture, of its first sources."""
     stream = TokenStream(shards_dir, "validation")
     parts = [(start, stop) for start, stop in stream.parts if start < stop]

@@ -21,6 +21,7 @@ BORDER_WINDOW = 2**14
 # No byte-level or WordPiece pre-tokenizer joins anything over these borders, so cutting here changes no token.
 LINE_BORDER = re.compile(r"\S\n(?=\S)")
 WORD_BORDER = re.compile(r"\S(?= \S)")
+LAST_BORDERS = [re.compile(f"(?s:.*){border.pattern}") for border in (LINE_BORDER, WORD_BORDER)]
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,7 @@ def pieces_of_blocks(
 def _border(text: str) -> int:
     """Return where to cut a long text: after a line, otherwise before a word, otherwise at the limit."""
     start = LONGEST_PIECE - BORDER_WINDOW
-    for border in (LINE_BORDER, WORD_BORDER):
-        ends = [found.end() for found in border.finditer(text, start, LONGEST_PIECE + 1)]
-        if ends:
-            return ends[-1]
+    for border in LAST_BORDERS:
+        if found := border.match(text, start, LONGEST_PIECE + 1):
+            return found.end()
     return LONGEST_PIECE

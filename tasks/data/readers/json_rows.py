@@ -15,7 +15,7 @@ import orjson
 
 from tasks.data.contents import TOKENS
 from tasks.data.readers.documents import BLOCK_CHARACTERS, Wanted, pieces_of_document
-from tasks.data.readers.plain_text import numbered_lines
+from tasks.data.readers.plain_text import raw_lines
 from tasks.data.readers.problems import cure_of_row, kind_of, listed, not_unicode
 from tasks.data.readers.spans import Piece, Place, Span
 from tasks.data.sources import SkippedDocuments, Source
@@ -135,17 +135,25 @@ def _space(text: str, place: int) -> int:
 
 
 def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    for offset, line in numbered_lines(span):
+    key, check = f'"{wanted.column}"'.encode(), functools.partial(_check_once, wanted.column)
+    for offset, raw in raw_lines(span):
         if span.ended(offset):
             return
         place = Place(span, offset, "byte")
+        row: object = MISSING
+        with contextlib.suppress(orjson.JSONDecodeError):  # it refuses NaN and halves of surrogate pairs, beside faults
+            row = orjson.loads(raw) if raw.count(key) <= 1 else MISSING  # of a key that is there twice it takes one
+        if row is not MISSING:
+            yield from _of_row(row, place, wanted, skipped)
+            continue
+        line = raw.decode(errors="surrogateescape")
         if not line.strip():  # also the empty line of a file that is only a byte order mark
             continue
         if problem := not_unicode(line):
             skipped.skip_or_raise(place, problem)
             continue
         try:
-            row = _parsed(line, wanted.column)
+            row = json.loads(line, object_pairs_hook=check, parse_int=_integer)
         except (ValueError, RecursionError) as error:
             cure = (
                 "a JSON file holds one object per line; only one named .json may be an array, or hold objects of "
@@ -156,23 +164,10 @@ def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> It
         yield from _of_row(row, place, wanted, skipped)
 
 
-def _parsed(line: str, column: str) -> object:
-    """Parse a line. Raises ValueError, also where an object has the column twice: Python takes the last one."""
-    if line.count(f'"{column}"') > 1:
-        json.loads(line, object_pairs_hook=functools.partial(_check_once, column), parse_int=_integer)
-    with contextlib.suppress(orjson.JSONDecodeError):  # it refuses NaN and halves of surrogate pairs, as well as faults
-        return orjson.loads(line)
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:  # an integer of more than 4,300 digits
-        return DECODER.decode(line)
-
-
-def _check_once(column: str, pairs: list[tuple[str, object]]) -> None:
+def _check_once(column: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
     if sum(key == column for key, _ in pairs) > 1:
         raise json.JSONDecodeError(f"the key {column!r} is there twice", "", 0)
+    return dict(pairs)
 
 
 def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:

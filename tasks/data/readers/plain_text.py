@@ -155,9 +155,14 @@ def _paragraph(span: Span, lines: list[tuple[int, str]], skipped: SkippedDocumen
 
 
 def numbered_lines(span: Span) -> Iterator[tuple[int, str]]:
-    """Yield the lines from the first that begins in the span to the end of the file, and the bytes at which they begin.
+    """Yield the lines of `raw_lines` as text. Bytes that are not UTF-8 become surrogates, which `not_unicode` finds."""
+    for offset, raw in raw_lines(span):
+        yield offset, raw.decode(errors="surrogateescape")
 
-    Bytes that are not UTF-8 become surrogates, which `not_unicode` finds.
+
+def raw_lines(span: Span) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines from the first that begins in the span to the end of the file, and the bytes at which they begin,
+    without a byte order mark. Raises OSError if no line of the file ends with LF, but some do with CR.
     """
     wanted_bytes = None if span.stop is None else span.stop - span.start
     with span.source.open(wanted_bytes=wanted_bytes) as file:
@@ -172,5 +177,7 @@ def numbered_lines(span: Span) -> Iterator[tuple[int, str]]:
             if span.ended(offset):  # also in the middle of a line that is longer than the span
                 return
         for raw in file:
-            yield offset, raw.decode("utf-8" if offset else "utf-8-sig", errors="surrogateescape")
+            if not offset and not raw.endswith(b"\n") and b"\r" in raw.rstrip(b"\r"):
+                raise OSError("its lines end with CR alone; end them with LF: tr '\\r' '\\n' < FILE > COPY")
+            yield offset, raw if offset else raw.removeprefix(codecs.BOM_UTF8)
             offset += len(raw)

@@ -29,6 +29,11 @@ def cure_of_row(row: Mapping[str, Any], place: Place) -> str:
     if lists and place.span.source.suffix == ".json":
         return f"; if they are rows, set data.json_field={lists[0]}"
     texts = list(_text_paths(row))
+    if any("." in path and any(map(str.isdigit, path.split("."))) for path in texts):
+        return (
+            "; its keys are the numbers of rows, as pandas writes them: write an object per line, "
+            "with to_json(FILE, orient='records', lines=True)"
+        )
     return f"; set data.column to one of them that holds text, {listed(texts)}" if texts else ""
 
 

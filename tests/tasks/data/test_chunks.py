@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import logging
+import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 
 from tasks.data.chunks import Chunk, cut_chunks
 from tasks.data.corpus import prepare_corpus
-from tasks.data.engine import Task, check_of_worker, tasks_of
+from tasks.data.engine import LocalProcesses, Task, check_of_worker, run_chunks, tasks_of
 from tasks.data.readers import Piece, Span, read_spans
 from tasks.data.sources import SkippedDocuments, Source, find_sources
 from tasks.data.survey import SurveyWork
@@ -311,10 +312,22 @@ def test_a_corpus_of_any_size_is_thousands_of_tasks() -> None:
     assert sizes(0, 8, 2) == []
     assert sizes(5, 8, 16) == [1] * 5, "little text: all workers have some"
     assert (len(sizes(1000, 8, 2)), max(sizes(1000, 8, 2))) == (125, 8), "64 MiB each"
-    assert len(sizes(1000, 8, 100)) == 400
+    assert len(sizes(1000, 8, 10)) == 160
     assert len(sizes(100_000, 1024, 1000)) == 4096, "100 TB"
     (first, *_) = tasks_of("tokenize chunks", print, None, chunks(1000, 8), workers=2)
     assert first.title == "tokenize chunks 0-7"
+
+
+def _variable(name: str, chunk: Chunk) -> str | None:
+    return os.environ.get(name)
+
+
+def test_workers_have_the_environment_of_their_pool_not_of_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("one", "two"):
+        monkeypatch.setenv("SHARDLINE_TEST_ENVIRONMENT", value)
+        chunks = [Chunk(index, (), 1) for index in range(3)]
+        found = run_chunks(LocalProcesses(2), "", _variable, "SHARDLINE_TEST_ENVIRONMENT", chunks)
+        assert dict(found) == dict.fromkeys(range(3), value)
 
 
 def test_a_worker_that_sees_other_files_says_which(tmp_path: Path) -> None:

@@ -99,6 +99,9 @@ def test_an_archive_that_is_named_is_refused_without_a_cure_that_cannot_help(tmp
         ("a.txt", b"PAR1" + b"\0" * 20, r"is parquet: give its name the suffix \.parquet"),
         ("a.txt", b"%PDF-1.4\n%\xe2\xe3", "is a PDF: extract its text"),
         ("a.warc", b"WARC/1.0\r\n", "is a web archive"),
+        ("a.txt", b"{\\rtf1\\ansi hello}", "is RTF or PostScript: extract its text"),
+        ("a.txt", b"\x04\x22M\x18abc", "is lz4, or .Z of compress: decompress it"),
+        ("a.avro", b"Obj\1abc", "is HDF5, Avro or a pickle: export its text"),
         ("train.bin", numbers("<u2", 300), "is an array of integers: it is tokenized already"),
         ("train.bin", numbers("<u2", 50_000), "is an array of integers: it is tokenized already"),
         ("train.bin", numbers("<u4", 50_000), "is an array of integers: it is tokenized already"),
@@ -182,6 +185,22 @@ def test_text_that_only_looks_odd_is_read(tmp_path: Path) -> None:
         (root / name).write_text(text)
     folder, _ = prepare(tmp_path, root, split="documents", validation_fraction=0.5)
     assert sorted(all_documents(folder)) == sorted(texts.values())
+
+
+@pytest.mark.parametrize(("name", "options"), [("a.txt", {"text_unit": "line"}), ("a.csv", {}), ("a.jsonl", {})])
+def test_lines_that_end_with_cr_alone_are_not_taken_for_one(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    (tmp_path / name).write_bytes(b'{"text": "one"}\r{"text": "two"}\r')
+    with pytest.raises(ValueError, match=rf"^{name}: .*its lines end with CR alone; end them with LF"):
+        prepare(tmp_path, tmp_path / name, **options)
+
+
+def test_lock_files_of_an_office_are_hidden_files(tmp_path: Path) -> None:
+    root = tmp_path / "texts"
+    root.mkdir()
+    (root / "a.txt").write_text("".join(STORIES))
+    (root / "~$a.txt").write_bytes(b"\5Zoe\0\0")
+    folder, _ = prepare(tmp_path, root)
+    assert "".join(all_documents(folder)) == "".join(STORIES)
 
 
 def test_the_page_lists_what_is_refused() -> None:

@@ -217,6 +217,17 @@ def test_chats_pairs_and_tokens_are_named_as_such(tmp_path: Path, row: dict[str,
     assert what in refusal(tmp_path, tmp_path / "a.parquet")
 
 
+@pytest.mark.parametrize("rows", [{"text": {"0": "a", "1": "b"}}, {"0": {"text": "a"}, "1": {"text": "b"}}])
+def test_tables_of_pandas_offer_no_column_that_would_read_one_row_of_all(tmp_path: Path, rows: dict[str, Any]) -> None:
+    problem = refusal(tmp_path, write(tmp_path / "a.json", json.dumps(rows)))
+    assert "to_json(FILE, orient='records', lines=True)" in problem
+    assert "data.column" not in problem
+
+
+def test_a_spreadsheets_first_line_is_named(tmp_path: Path) -> None:
+    assert "'sep=;' as its first line" in refusal(tmp_path, write(tmp_path / "a.csv", "sep=;\nid;text\n1;a\n"))
+
+
 def test_a_column_is_offered_only_if_it_holds_text(tmp_path: Path) -> None:
     rows = '{"id": 1, "body": "words", "tags": ["a"], "meta": {"lang": "en"}}\n' * 30
     message = refusal(tmp_path, write(tmp_path / "a.jsonl", rows))

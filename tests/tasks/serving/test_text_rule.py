@@ -32,6 +32,7 @@ from training.records.plan import RankPlan, RunPlan
 from training.runtime.process import Rank
 from training.shards.format import SPLITS
 from training.shards.stream import TokenStream
+from training.tokenizer import text_encoder
 from training.tokenizer.chat_template import ChatTemplate
 from training.tokenizer.text_encoder import TextEncoder, open_tokenizer, special_tokens_of
 
@@ -214,6 +215,19 @@ def test_the_first_chat_of_a_tokenizer_with_thousands_of_special_tokens_is_fast(
     ids = encoder.encode_chat(rendered, guard=guard)
     assert time.perf_counter() - started < 5  # minutes, when each special token was added alone
     assert [token for token in ids if token < 3 or token >= 400] == [1, 2, 1]
+
+
+def test_no_chat_waits_until_its_tokenizer_is_built(champion: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    monkeypatch.setattr(ChatTemplate, "of_folder", lambda folder: template)
+    follower = AliasFollower(
+        "tiny@champion", tracking_uri=champion.uri, cache_dir=None, inference=InferenceConfig(), rows=4
+    )
+    monkeypatch.setattr(text_encoder, "open_tokenizer", None)  # from here on none can be built
+    encoder = follower.served.engine.encoder
+    assert encoder.has_rule
+    assert encoder.encode_chat("hello", guard="\0") == encoder.encode("hello")
+    follower.close()
 
 
 def test_a_chat_has_the_ids_of_the_same_chat_in_a_corpus(

@@ -145,6 +145,11 @@ def test_a_marker_counts_only_while_its_shards_are_whole(folder: Path) -> None:
     assert finished_chunk(folder, 0) is None
     write_marker(folder, 0, FinishedChunk(shards=shards[:1]))
     assert finished_chunk(folder, 0) == FinishedChunk(shards=shards[:1])
+    marker = folder / "00000.done.json"
+    counted = marker.read_text()
+    marker.write_text(counted.replace('  "special_as_text": 0,\n', ""))
+    assert finished_chunk(folder, 0) is None, "an older version made it, which did not count special tokens"
+    marker.write_text(counted)
     (folder / "train" / "00000.bin").write_bytes(b"other")
     assert finished_chunk(folder, 0) is None
 
