@@ -40,7 +40,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "training": (
         "config",
         "records store",
-        "shards tracking tokenizer facts",
+        "tokenizer",
+        "shards tracking facts",
         "planner node",
         "data hardware runtime exports",
         "models",
