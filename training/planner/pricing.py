@@ -224,8 +224,7 @@ def predict(
     flops = flops_per_token(shape)
     tflops = tokens_per_s * flops / layout.world_size / 1e12
     own = rank_checkpoint_bytes(config, shape.parameters, group_ranks=num_shards(config, layout, cluster))
-    kind = mesh_kind(layout.strategy, tp=layout.tp, pp=layout.pp, cp=layout.cp)
-    least, most = LIKELY_ON_CPUS if cluster.kind == "cpu" else LIKELY_ON_GPUS[kind]
+    least, most = likely_range(layout, cluster)
     return Prediction(
         memory_gib=correct_memory(memory, correction.memory, device_kind=cluster.kind),
         step_s=dict(seconds),
@@ -241,6 +240,13 @@ def predict(
         checkpoint_gib=(12 * shape.parameters + layout.gradient_ranks * own) / GIB,
         correction=correction,
     )
+
+
+def likely_range(layout: Layout, cluster: Cluster) -> tuple[float, float]:
+    """Return the range of measured / predicted times of a step that held four of five runs of such a mesh."""
+    if cluster.kind == "cpu":
+        return LIKELY_ON_CPUS
+    return LIKELY_ON_GPUS[mesh_kind(layout.strategy, tp=layout.tp, pp=layout.pp, cp=layout.cp)]
 
 
 def mesh_kind(strategy: str, *, tp: int, pp: int, cp: int = 1) -> MeshKind:

@@ -124,7 +124,7 @@ def _rank_meshes(
     fitting = [each for each in priced if each.fits]
     unfitting = sorted((each for each in priced if not each.fits), key=lambda each: each.missing_gib)
     refused = tuple(refusal for refusal in refusals.values() if refusal is not None)
-    return Ranking(job, _best_first(fitting), tuple(unfitting), refused, (LEFT_OUT,) if is_left_out else ())
+    return Ranking(job, best_first(fitting), tuple(unfitting), refused, (LEFT_OUT,) if is_left_out else ())
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _are_alike(inventory: Inventory) -> bool:
 # The order
 
 
-def _best_first(fitting: list[PricedLayout]) -> tuple[PricedLayout, ...]:
+def best_first(fitting: list[PricedLayout]) -> tuple[PricedLayout, ...]:
     """Orders layouts by predicted time, except that the best comes first.
 
     The best is of the simplest kind among those within AS_FAST of the fastest, and of that kind's layouts within
