@@ -33,16 +33,25 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from benchmarks.support.published import SOURCES, Model, Row, models, rows
-from benchmarks.support.rows_as_planned import PlannedRow, by_family, judged, judged_memory, planned_row, read_rows
+from benchmarks.support.rows_as_planned import (
+    PlannedRow,
+    by_family,
+    coverage_of_families,
+    derived_ranges,
+    judged,
+    judged_memory,
+    planned_row,
+    read_rows,
+    traits_of,
+)
 from flows.presets import load_config
 from training.planner.cluster import Cluster, cluster_of
-from training.planner.cost_model import CostModel, Kept, MemoryCosts, Program, TimeCosts
+from training.planner.cost_model import SHARING, CostModel, Kept, MemoryCosts, Program, TimeCosts
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
 from training.planner.memory import memory_gib
 from training.planner.model_shape import own_shape
 from training.planner.plan import make_plan
-from training.planner.pricing import mesh_kind
 from training.planner.search import AS_FAST, simplicity
 from training.planner.step_time import step_s
 from training.records.plan import NOT_ALLOCATED, ModelShape
@@ -299,11 +308,18 @@ def likely_range(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def ranges(tested: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Return the range of each kind of mesh. training/planner/pricing.py has these figures."""
+    """Return the range of each kind of mesh, of programs for which a model was composed."""
     ratios = defaultdict(list)
     for row in tested:
         ratios[mesh_kind(row.strategy, tp=row.tp, pp=row.pp)].append(time_ratio(row))
     return {kind: likely_range(each) for kind, each in sorted(ratios.items())}
+
+
+def mesh_kind(strategy: str, *, tp: int, pp: int) -> str:
+    """divided: by tp or pp. Else sharded or replicated: whether each rank has all weights."""
+    if max(tp, pp) > 1:
+        return "divided"
+    return "sharded" if SHARING[strategy].stage == 3 else "replicated"
 
 
 def coverage(tested: Sequence[Row]) -> float:
@@ -395,6 +411,7 @@ def _as_planned(row: Row) -> PlannedRow:
         global_batch=row.global_batch,
         layout=replace(layout_of(row), sequence_parallel=row.tp > 1),
         step_s=rate_s * time_ratio(row),
+        traits=replace(traits_of(row.program), is_compiled=row.program != "titan"),
     )
 
 
@@ -470,7 +487,12 @@ def main() -> None:
         "seconds_for_4096_gpus": seconds_for_gpus(4096),
     }
     print("\nas a plan would price the same rows")
-    as_planned = print_judged(own_rows())
+    planned = own_rows()
+    as_planned = print_judged(planned)
+    as_planned |= {"ranges": derived_ranges(planned), "coverage_of_families_left_out": coverage_of_families(planned)}
+    for what, (least, most) in as_planned["ranges"].items():
+        held = as_planned["coverage_of_families_left_out"][what]
+        print(f"{what} measured before: {least:.2f} to {most:.2f}, which holds {held:.0%} of families left out")
     for kind, (least, most) in ranges(tested).items():
         print(f"{kind}: {least:.2f} to {most:.2f} times the predicted time in four of five rows")
     print(", ".join(f"{name} {value:.3g}" for name, value in found.items()))

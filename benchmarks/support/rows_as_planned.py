@@ -1,9 +1,10 @@
 """Prices runs of other programs as `shardline plan` would price a run of ours, and judges the prices.
 
 A row says what ran (model, machines, layout, precision, recomputation) and what was measured; it is priced by
-`our_cost_model` (training/planner/cost_model.py) on hypothetical hosts, with nothing composed for its program. Rows
-come from a JSON file (`read_rows`) or are those of published.py (planner_vs_published.py). A family is what one source
-measured; a sweep is several layouts of the same model, machines, program, context and global batch.
+`our_cost_model` (training/planner/cost_model.py) on hypothetical hosts, with no constants composed for its program:
+only what the program says of itself (`Traits`: its residual stream, kernels and overlap) is taken as a config of ours
+would say it. Rows come from a JSON file (`read_rows`) or are those of published.py (planner_vs_published.py). A family
+is what one source measured; a sweep is several layouts of the same model, machines, program, context and global batch.
 """
 
 from __future__ import annotations
@@ -13,22 +14,68 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster, cluster_of
+from training.planner.cost_model import CostModel, TimeCosts
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
+from training.planner.memory import memory_gib
 from training.planner.model_shape import own_shape
-from training.planner.pricing import MEMORY_SHARE, PricedLayout, likely_range, memory_of, seconds_of
+from training.planner.pricing import MEMORY_SHARE, PricedLayout, cost_model_of, likely_range, num_shards
 from training.planner.search import best_first
+from training.planner.step_time import step_s as seconds_of_step
+from training.records.correction import Measured
 
 PRECISIONS = {"mxfp8": "fp8"}  # a plan knows one kind of fp8
 # How many seconds a step takes, from what a row measured: the unit, and the tokens, sequences and GPUs of a step.
 UNITS = ("seconds a step", "tokens/s a GPU", "tokens/s", "sequences/s", "TFLOP/s a GPU")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a program says of its kernels and its communication; the defaults are what a plan takes of ours on GPUs."""
+
+    bf16_residual: bool = False
+    is_compiled: bool = True  # or has kernels of its own for what lies between products
+    keeps_scores: bool = False  # attention without a fused kernel, all of whose scores are kept and none skipped
+    scatters_boundary: bool = False
+    overlaps: bool = False  # sums of tp, gradients, and the weights that were updated, with computing
+
+    def of_kernel(self, kernel: str) -> Traits:
+        """Return the traits with what a row's `kernel` says in words; "" if it says nothing."""
+        is_flash = "flash" in kernel or "cudnn" in kernel.lower()
+        is_compiled = self.is_compiled and kernel not in ("flash_attention2", "eager")
+        return replace(self, is_compiled=is_compiled, keeps_scores=self.keeps_scores and not is_flash)
+
+    def applied(self, model: CostModel) -> CostModel:
+        if self.keeps_scores:
+            model = model.replaced(kept=replace(model.program.kept, scores=SCORE_BYTES), skips_masked=False)
+        if self.overlaps:
+            model = model.replaced(hides=TimeCosts.hides, hides_update=True, tp_exposed=0.5)
+        return model.replaced(scatters_boundary=self.scatters_boundary)
+
+
+SCORE_BYTES = 5.0  # for each head and pair of tokens: Korthikanti et al. 2022, section 4.1
+# By how a program's name begins. Sources: Narayanan et al. 2021, 4.1 and 4.2; NeMo's and Megatron-Bridge's performance
+# guides (tp_comm_overlap, overlap_grad_reduce, overlap_param_gather); MaxText's XLA flags for latency hiding.
+TRAITS = {
+    "megatron": Traits(bf16_residual=True, keeps_scores=True, scatters_boundary=True),
+    "megafa": Traits(bf16_residual=True, scatters_boundary=True),
+    "nemo": Traits(bf16_residual=True, scatters_boundary=True, overlaps=True),
+    "bridge": Traits(bf16_residual=True, scatters_boundary=True, overlaps=True),
+    "maxtext": Traits(overlaps=True),
+}
+
+
+def traits_of(program: str, kernel: str = "") -> Traits:
+    found = next((traits for name, traits in TRAITS.items() if program.startswith(name)), Traits())
+    return found.of_kernel(kernel)
 
 
 @dataclass(frozen=True)
@@ -42,13 +89,16 @@ class PlannedRow:
     layout: Layout
     cluster: Cluster
     step_s: float | None
+    traits: Traits
 
     @functools.cached_property
     def priced(self) -> PricedLayout:
-        job = self.config, self.job, self.layout, self.cluster
-        return PricedLayout(
-            self.layout, self.cluster, memory_of(*job), MEMORY_SHARE * self.cluster.memory_gib, seconds_of(*job)
-        )
+        job, layout, cluster = self.job, self.layout, self.cluster
+        model = self.traits.applied(cost_model_of(self.config, job, layout, cluster))
+        shards = num_shards(self.config, layout, cluster)
+        memory = memory_gib(job, layout, model, num_shards=shards)
+        seconds = seconds_of_step(job, layout, model, cluster, num_shards=shards)
+        return PricedLayout(layout, cluster, memory, MEMORY_SHARE * cluster.memory_gib, seconds)
 
     @property
     def ratio(self) -> float:
@@ -63,7 +113,7 @@ class PlannedRow:
 
     @property
     def is_in_range(self) -> bool:
-        least, most = likely_range(self.layout, self.cluster)
+        least, most = likely_range("cuda", "nothing")
         return least <= self.ratio <= most
 
 
@@ -79,6 +129,7 @@ def planned_row(
     global_batch: int,
     layout: Layout,
     step_s: float | None,
+    traits: Traits,
 ) -> PlannedRow:
     """Return a row with the inputs that `shardline plan` would have. `model`: its sizes, as rows name them."""
     shape = own_shape(
@@ -87,18 +138,17 @@ def planned_row(
         context=context,
     )
     used = PRECISIONS.get(precision, precision)
-    config = _config(layout, used)
+    config = _config(used, traits.is_compiled and layout.strategy != "zero3", traits.bf16_residual)
     job = Job(shape=shape, context=context, global_batch=global_batch, precision=used)  # type: ignore[arg-type]
     cluster = cluster_of(hypothetical_inventory(hosts), ranks_per_host, precision=used)
-    return PlannedRow(family, sweep, config, job, layout, cluster, step_s)
+    return PlannedRow(family, sweep, config, job, layout, cluster, step_s, traits)
 
 
 @functools.cache
-def _config(layout: Layout, precision: str) -> RunConfig:
-    """Return the config of such a run: layers compiled, as a plan on GPUs takes them, and all else its default."""
-    return RunConfig.model_validate(
-        {"train": {"compile": layout.strategy != "zero3"}, "parallel": {"precision": precision}}
-    )
+def _config(precision: str, compiled: bool, bf16_residual: bool) -> RunConfig:
+    """Return the config of such a run, with all else its default."""
+    train = {"compile": compiled, "residual": "bf16" if bf16_residual else "fp32"}
+    return RunConfig.model_validate({"train": train, "parallel": {"precision": precision}})
 
 
 # Rows of a file
@@ -146,6 +196,7 @@ def _read(row: Mapping[str, Any]) -> PlannedRow:
         global_batch=row["global_batch"],
         layout=layout,
         step_s=_step_s(row) if "measured" in row else 0.0 if row.get("outcome") == "ran" else None,
+        traits=traits_of(row["program"], row.get("kernel") or ""),
     )
 
 
@@ -210,6 +261,65 @@ def regrets_of(rows: Iterable[PlannedRow]) -> Iterable[float]:
             fitting = [row.priced for row in sweep if row.priced.fits] or [row.priced for row in sweep]
             chosen, *_ = best_first(fitting)
             yield measured[id(chosen)] / min(measured.values()) - 1
+
+
+# Ranges
+
+
+def spreads(rows: Sequence[PlannedRow]) -> dict[Measured, dict[str, list[float]]]:
+    """Return measured / predicted times by family, as they would be corrected by what was measured on the machine.
+
+    Of a similar job: by the median of what the same source ran on such GPUs in the same precision. Of this job: by
+    that of the same model, context, machine, program and kind of layout, with other batches or numbers of GPUs.
+    """
+    similar = defaultdict(list)
+    same = defaultdict(list)
+    for row in rows:
+        source, model, context, machine, _, program, *_ = row.sweep
+        layout = row.layout
+        similar[source, machine, program].append(row)
+        kind = (layout.strategy, layout.tp, layout.pp, layout.recompute)
+        same[source, model, context, machine, program, kind].append(row)
+    return {
+        "this job": _relative(same.values()),
+        "a similar job": _relative(similar.values()),
+        "nothing": {family: [row.ratio for row in each] for family, each in by_family(rows).items()},
+    }
+
+
+def _relative(groups: Iterable[Sequence[PlannedRow]]) -> dict[str, list[float]]:
+    """Return each row's ratio over the median of its group's others, by family."""
+    found = defaultdict(list)
+    for group in groups:
+        for row in group:
+            if others := [other.ratio for other in group if other is not row]:
+                found[row.family].append(row.ratio / median(others))
+    return found
+
+
+LEFT_OUT: dict[Measured, float] = {"this job": 0.1, "a similar job": 0.1, "nothing": 0.05}  # at either end of a range
+
+
+def range_of(ratios: Iterable[float], measured: Measured) -> tuple[float, float]:
+    found, left_out = sorted(ratios), LEFT_OUT[measured]
+    return found[round(left_out * (len(found) - 1))], found[round((1 - left_out) * (len(found) - 1))]
+
+
+def derived_ranges(rows: Sequence[PlannedRow]) -> dict[Measured, tuple[float, float]]:
+    """Return the ranges that pricing.py has."""
+    return {what: range_of(chain(*families.values()), what) for what, families in spreads(rows).items()}
+
+
+def coverage_of_families(rows: Sequence[PlannedRow]) -> dict[Measured, float]:
+    """Return the share of rows that lie within the range that all other families give."""
+    found: dict[Measured, float] = {}
+    for what, families in spreads(rows).items():
+        within = []
+        for family, ratios in families.items():
+            least, most = range_of(chain(*(each for other, each in families.items() if other != family)), what)
+            within += [least <= ratio <= most for ratio in ratios]
+        found[what] = fmean(within)
+    return found
 
 
 def judged_memory(rows: Sequence[PlannedRow]) -> dict[str, float]:
