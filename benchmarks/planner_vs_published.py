@@ -12,11 +12,11 @@ of the blind rows; `ranges` (of measured / predicted time in four of five rows, 
 measured several layouts of the same job on the same machines); `seconds_for_4096_gpus` (to plan llama-1b's run);
 `as_planned`: the same rows with no model composed for their programs, priced as `shardline plan` prices ours.
 
-`--rows FILE` prices the rows of a JSON list instead, as a plan would: model sizes, machine, layout, precision, the
-measured value and its unit. The last line is `num_rows`, `median_error`, `p90_error`, `worst_error`,
-`coverage_of_ranges`, `mean_regret_excess` and `max_regret_excess` (0.05: the layout that a plan would choose was 5%
-slower than the fastest of a sweep), and `families` with the same of each. `--memory FILE` asks which of the layouts,
-with an `outcome` each, a plan would take: `judged_rightly`, and `ran_out_of_those_taken`. Nothing is fitted on them.
+--rows FILE prices the rows of a JSON list instead, as a plan would: model sizes, machine, layout, precision, the
+measured value and its unit. The last line is num_rows, median_error, p90_error, worst_error,
+coverage_of_ranges, mean_regret_excess and max_regret_excess (0.05: the layout that a plan would choose was 5%
+slower than the fastest of a sweep), and families with the same of each. --memory FILE asks which of the layouts,
+with an outcome each, a plan would take: judged_rightly, and ran_out_of_those_taken. Nothing is fitted on them.
 """
 
 from __future__ import annotations
