@@ -1,6 +1,6 @@
 """Compares the plan's arithmetic with published measurements of throughput and memory, row by row.
 
-    python -m benchmarks.planner_vs_published [--quick] [--parts]
+    python -m benchmarks.planner_vs_published [--quick] [--parts] [--rows FILE] [--memory FILE]
 
 The code that predicts our own runs (memory.py and step_time.py in training/planner) predicts runs of Megatron-LM,
 DeepSpeed, torchtitan and MosaicML here, each with a cost model of that program. A few efficiencies were fitted to the
@@ -9,7 +9,14 @@ rows marked * in published.py; errors are those of all other rows. The last line
 of the blind rows; `ranges` (of measured / predicted time in four of five rows, by kind of mesh) and
 `coverage_of_ranges` (the share of rows within the range that the rows of all other sources give); `mean_regret` and
 `max_regret` (time of the layout that the planner would choose, divided by that of the fastest one, where one source
-measured several layouts of the same job on the same machines); `seconds_for_4096_gpus` (to plan llama-1b's run).
+measured several layouts of the same job on the same machines); `seconds_for_4096_gpus` (to plan llama-1b's run);
+`as_planned`: the same rows with no model composed for their programs, priced as `shardline plan` prices ours.
+
+--rows FILE prices the rows of a JSON list instead, as a plan would: model sizes, machine, layout, precision, the
+measured value and its unit. The last line is num_rows, median_error, p90_error, worst_error,
+coverage_of_ranges, mean_regret_excess and max_regret_excess (0.05: the layout that a plan would choose was 5%
+slower than the fastest of a sweep), and families with the same of each. --memory FILE asks which of the layouts,
+with an outcome each, a plan would take: judged_rightly, and ran_out_of_those_taken. Nothing is fitted on them.
 """
 
 from __future__ import annotations
@@ -21,20 +28,31 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
 from benchmarks.support.published import SOURCES, Model, Row, models, rows
+from benchmarks.support.rows_as_planned import (
+    PlannedRow,
+    by_family,
+    coverage_of_families,
+    derived_ranges,
+    judged,
+    judged_memory,
+    planned_row,
+    read_rows,
+    traits_of,
+)
 from flows.presets import load_config
 from training.planner.cluster import Cluster, cluster_of
-from training.planner.cost_model import CostModel, Kept, MemoryCosts, Program, TimeCosts
+from training.planner.cost_model import SHARING, CostModel, Kept, MemoryCosts, Program, TimeCosts
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
 from training.planner.memory import memory_gib
 from training.planner.model_shape import own_shape
 from training.planner.plan import make_plan
-from training.planner.pricing import mesh_kind
-from training.planner.search import AS_FAST, simplicity
+from training.planner.search import TIED, num_kinds_of_communication
 from training.planner.step_time import step_s
 from training.records.plan import NOT_ALLOCATED, ModelShape
 
@@ -290,11 +308,18 @@ def likely_range(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def ranges(tested: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Return the range of each kind of mesh. training/planner/pricing.py has these figures."""
+    """Return the range of each kind of mesh, of programs for which a model was composed."""
     ratios = defaultdict(list)
     for row in tested:
         ratios[mesh_kind(row.strategy, tp=row.tp, pp=row.pp)].append(time_ratio(row))
     return {kind: likely_range(each) for kind, each in sorted(ratios.items())}
+
+
+def mesh_kind(strategy: str, *, tp: int, pp: int) -> str:
+    """divided: by tp or pp. Else sharded or replicated: whether each rank has all weights."""
+    if max(tp, pp) > 1:
+        return "divided"
+    return "sharded" if SHARING[strategy].stage == 3 else "replicated"
 
 
 def coverage(tested: Sequence[Row]) -> float:
@@ -323,16 +348,91 @@ def sweeps() -> list[list[Row]]:
 def regret(sweep: Sequence[Row]) -> float:
     """Return the time per token of the layout that the planner would choose, over that of the fastest.
 
-    The planner takes the simplest of those that are predicted to be within AS_FAST of the fastest.
+    The planner takes, of those that are predicted to be within TIED of the fastest, the one that needs least memory.
     """
 
     def token_s(row: Row, rate: float) -> float:
         return rate / row.global_batch / row.context if row.unit == "s" else 1 / rate
 
     predicted = {row: token_s(row, predict(row).rate) for row in sweep}
-    as_fast = [row for row in sweep if predicted[row] <= AS_FAST * min(predicted.values())]
-    chosen = min(as_fast, key=lambda row: (simplicity(layout_of(row)), predicted[row]))
+    tied = [row for row in sweep if predicted[row] <= TIED * min(predicted.values())]
+    chosen = min(tied, key=lambda row: (predict(row).gib, num_kinds_of_communication(layout_of(row))))
     return token_s(chosen, chosen.rate or 0.0) / min(token_s(row, row.rate or 0.0) for row in sweep)
+
+
+# As planned
+
+# Families: who ran what. Rows of one family share a program, and mistakes.
+FAMILIES = {
+    "Megatron-LM and DeepSpeed, 2021 and 2022": ("N1", "N2", "K5"),
+    "Alibaba PAI": ("PAI",),
+    "torchtitan": ("TT", "TA", "TP", "TH"),
+    "torchao": ("AO", "AB"),
+    "MosaicML, A100": ("MA", "M4"),
+    "MosaicML, H100": ("MH", "ML", "M8"),
+    "IBM": ("IB",),
+    "TinyLlama": ("TL",),
+    "NVIDIA": ("D1", "D2", "D3", "D4", "D5", "DG", "NE", "NL", "B0", "B1", "B2"),
+    "MaxText": ("DM",),
+}
+IN_MXFP8 = {"titanmx", "titanmxr", "bridgemx"}
+
+
+def own_rows() -> list[PlannedRow]:
+    """Return the published rows with a rate, as a plan would price them."""
+    return [_as_planned(row) for row in rows() if row.rate is not None]
+
+
+def _as_planned(row: Row) -> PlannedRow:
+    gpu, network, _ = MACHINES[row.machines]
+    cluster, model = cluster_like(row), models()[row.model]
+    precision = "mxfp8" if row.program in IN_MXFP8 else "fp8" if row.program in IN_FP8 else "bf16"
+    hosts = len(cluster.ranks_per_host)
+    predicted = predict(row)
+    rate_s = sum(predicted.seconds.values())
+    assert row.rate is not None
+    return planned_row(
+        family=next(family for family, sources in FAMILIES.items() if row.source in sources),
+        sweep=(row.source, row.model, row.context, row.machines, row.gpus, row.program, row.global_batch),
+        model={
+            "layers": model.layers,
+            "width": model.width,
+            "heads": model.heads,
+            "kv_heads": model.kv_heads,
+            "mlp_width": model.mlp_width,
+            "vocab_size": model.words,
+            "gated_mlp": model.is_gated,
+            "tied": model.is_tied,
+        },
+        hosts=f"{hosts}x{cluster.ranks_per_host[0]}x{gpu}" + (f",{network}" if hosts > 1 else ""),
+        ranks_per_host=cluster.ranks_per_host,
+        precision="fp16" if row.machines == "V100" else precision,
+        context=row.context,
+        global_batch=row.global_batch,
+        layout=replace(layout_of(row), sequence_parallel=row.tp > 1),
+        step_s=rate_s * time_ratio(row),
+        traits=replace(traits_of(row.program), is_compiled=row.program != "titan"),
+    )
+
+
+def print_judged(planned: Sequence[PlannedRow]) -> dict[str, Any]:
+    """Print the figures of each family and of all; return them."""
+    families = {family: judged(each) for family, each in by_family(planned).items()}
+    found = judged(planned)
+    for family, figures in {**families, "all": found}.items():
+        print(f"{family:42}" + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
+    return {**found, "families": families}
+
+
+def judge_files(row_file: Path | None, memory_file: Path | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if row_file:
+        found |= print_judged(read_rows(row_file))
+    if memory_file:
+        memory = judged_memory(read_rows(memory_file))
+        print("memory: " + ", ".join(f"{name} {value:.3g}" for name, value in memory.items()))
+        found |= {"memory": memory} if row_file else memory
+    return found
 
 
 def seconds_for_gpus(number: int) -> float:
@@ -364,7 +464,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the same rows, because all of them take a second")
     parser.add_argument("--parts", action="store_true", help="each row's seconds and GiB by part")
+    parser.add_argument("--rows", type=Path, help="price these rows of JSON instead, as a plan would")
+    parser.add_argument("--memory", type=Path, help="judge which of these layouts of JSON fit, as a plan would")
     args = parser.parse_args()
+    if args.rows or args.memory:
+        print(json.dumps(judge_files(args.rows, args.memory)))
+        return
     table = []
     for row in rows():
         table.append(compared(row))
@@ -381,10 +486,17 @@ def main() -> None:
         "sweeps": len(regrets),
         "seconds_for_4096_gpus": seconds_for_gpus(4096),
     }
+    print("\nas a plan would price the same rows")
+    planned = own_rows()
+    as_planned = print_judged(planned)
+    as_planned |= {"ranges": derived_ranges(planned), "coverage_of_families_left_out": coverage_of_families(planned)}
+    for what, (least, most) in as_planned["ranges"].items():
+        held = as_planned["coverage_of_families_left_out"][what]
+        print(f"{what} measured before: {least:.2f} to {most:.2f}, which holds {held:.0%} of families left out")
     for kind, (least, most) in ranges(tested).items():
         print(f"{kind}: {least:.2f} to {most:.2f} times the predicted time in four of five rows")
     print(", ".join(f"{name} {value:.3g}" for name, value in found.items()))
-    print(json.dumps({**found, "ranges": ranges(tested), "rows": table}))
+    print(json.dumps({**found, "as_planned": as_planned, "ranges": ranges(tested), "rows": table}))
 
 
 if __name__ == "__main__":

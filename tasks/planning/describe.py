@@ -82,7 +82,8 @@ def _labelled(reason: str) -> tuple[str, str]:
 
 def _likely(plan: RunPlan) -> str:
     least, most = plan.predicted.step_range_ms
-    return f", {least:,.1f} to {most:,.1f} in four of five such runs" if most else ""
+    measured = plan.predicted.correction.measured
+    return f", likely {least:,.1f} to {most:,.1f}: {measured} was measured on this machine before" if most else ""
 
 
 def _describe_cost(plan: RunPlan) -> list[tuple[str, str]]:

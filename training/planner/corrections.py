@@ -122,23 +122,25 @@ def corrections_of(measurements: Sequence[Measurement], wanted: Priced) -> Corre
             runs.setdefault(each.priced.layout, []).append(each)
     if not runs:
         return NO_CORRECTIONS
-    by_kind = {kind: _median(of_kind[-LAST_RUNS:]) for kind, of_kind in runs.items()}
+    by_kind = {kind: _median(of_kind[-LAST_RUNS:], wanted) for kind, of_kind in runs.items()}
     communicating = [by_kind[kind].communication for kind, of_kind in runs.items() if of_kind[-1].communication_s]
     others = Correction(
         computing=median(each.computing for each in by_kind.values()),
         communication=median(communicating) if communicating else 1.0,
         runs=tuple(run for each in by_kind.values() for run in each.runs),
+        measured="a similar job",
     )
     return Corrections(by_kind, others)
 
 
-def _median(runs: Sequence[Measurement]) -> Correction:
+def _median(runs: Sequence[Measurement], wanted: Priced) -> Correction:
     computing, communication = zip(*map(_time_factors, runs), strict=True)
     return Correction(
         computing=median(computing),
         communication=median(communication),
         memory=median(_bounded(each.memory_gib / each.predicted_memory_gib) for each in runs),
         runs=tuple(each.run_id for each in runs),
+        measured="this job" if any(each.priced.step_flops == wanted.step_flops for each in runs) else "a similar job",
     )
 
 

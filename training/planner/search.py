@@ -24,12 +24,13 @@ from training.records.inventory import Inventory
 from training.records.plan import ModelShape
 from training.records.words import counted
 
-# In the order of their simplicity: of two that the arithmetic cannot tell apart, the simpler is taken.
+# In the order of their simplicity, which decides between layouts with the same predicted time and memory.
 AUTOMATIC: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
-AS_FAST = 1.05  # predictions of published runs are 4% off at the median: closer kinds of layout are not told apart
-AS_FAST_OF_A_KIND = 1.01  # those that differ only in micro-batch and how shards travel share most of that error
+AS_FAST = 1.05  # fewer hosts, another precision or fewer bytes sent must be predicted to save more than this
+TIED = 1.005  # closer predictions are not told apart; wider ties cost time on unseen sweeps (docs/planning.md)
+TIGHT, CLOSE = 0.9, 1.02  # a layout that takes more than so much of what is usable needs to be so much faster
 MAX_STAGES = 64
 LEFT_OUT = (
     "zero3: not tried, since fsdp fits without offload and shards the same, with a third of the operations to launch, "
@@ -124,7 +125,7 @@ def _rank_meshes(
     fitting = [each for each in priced if each.fits]
     unfitting = sorted((each for each in priced if not each.fits), key=lambda each: each.missing_gib)
     refused = tuple(refusal for refusal in refusals.values() if refusal is not None)
-    return Ranking(job, _best_first(fitting), tuple(unfitting), refused, (LEFT_OUT,) if is_left_out else ())
+    return Ranking(job, best_first(fitting), tuple(unfitting), refused, (LEFT_OUT,) if is_left_out else ())
 
 
 @dataclass(frozen=True)
@@ -177,22 +178,26 @@ def _are_alike(inventory: Inventory) -> bool:
 # The order
 
 
-def _best_first(fitting: list[PricedLayout]) -> tuple[PricedLayout, ...]:
+def best_first(fitting: list[PricedLayout]) -> tuple[PricedLayout, ...]:
     """Orders layouts by predicted time, except that the best comes first.
 
-    The best is of the simplest kind among those within AS_FAST of the fastest, and of that kind's layouts within
-    AS_FAST_OF_A_KIND of its fastest it has the micro-batch that needs the least memory.
+    The best is, of those within TIED of the fastest, the one with the most memory to spare; of those that need as much,
+    the one with the fewest kinds of communication. The fastest is that of the layouts which take less than TIGHT of
+    what is usable, if it is CLOSE to the fastest of all: of those that take more, more run out (docs/planning.md).
     """
     if not fitting:
         return ()
     by_time = sorted(fitting, key=lambda each: (each.step_s, simplicity(each.layout)))
-    kinds = best_by_kind(by_time)
-    as_fast = [each for each in kinds if each.step_s <= AS_FAST * kinds[0].step_s]
-    simplest = min(as_fast, key=lambda each: simplicity(each.layout))
-    slowest_s = AS_FAST_OF_A_KIND * simplest.step_s
-    alike = [each for each in by_time if each.kind == simplest.kind and each.step_s <= slowest_s]
-    best = min(alike, key=lambda each: each.needed_gib)
+    roomy = [each for each in by_time if each.needed_gib <= TIGHT * each.usable_gib]
+    found = roomy if roomy and roomy[0].step_s <= CLOSE * by_time[0].step_s else by_time
+    tied = [each for each in found if each.step_s <= TIED * found[0].step_s]
+    best = min(tied, key=lambda each: (each.needed_gib, num_kinds_of_communication(each.layout)))
     return (best, *(each for each in by_time if each is not best))
+
+
+def num_kinds_of_communication(layout: Layout) -> int:
+    """Return how many of the mesh's axes have several ranks."""
+    return sum(ranks > 1 for ranks in (layout.tp, layout.pp, layout.cp, layout.dp))
 
 
 def best_by_kind(layouts: Iterable[PricedLayout]) -> list[PricedLayout]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from training.records.record import Record
+
+# What ran before on the machine: the job itself in this layout, a similar job or layout, or nothing like it.
+Measured = Literal["this job", "a similar job", "nothing"]
 
 
 class Correction(Record):
     """Factors on a layout's predictions; `runs`: the IDs of the runs that they come from.
 
-    `computing` applies to a whole step except its exposed communication.
+    `computing` applies to a whole step except its exposed communication. `measured`: how like the job those runs were.
     """
 
     computing: float = 1.0
     communication: float = 1.0
     memory: float = 1.0
     runs: tuple[str, ...] = ()
+    measured: Measured = "nothing"
 
 
 class Priced(Record):
