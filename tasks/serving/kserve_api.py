@@ -68,7 +68,6 @@ def add_kserve(app: FastAPI, follower: AliasFollower, text: TextService) -> None
         check(name, version)
         content, prompts, sampling = _read(await request.body(), request.headers.get(HEADER))
         with follower.current() as served:
-            request.scope["request_outcome"]["version"] = served.version
             # Prompts of one request get consecutive seeds, so that equal prompts get different texts.
             wanted = [(prompt, sampling | {"seed": sampling["seed"] + i}) for i, prompt in enumerate(prompts)]
             completions = await unless_disconnected(request, text.write_all(served, wanted))
