@@ -140,7 +140,8 @@ class Grammars:
     def matcher(self, grammar: Mapping[str, Any]) -> Any:
         """Return an llguidance.LLMatcher, which tells which tokens the grammar allows next.
 
-        The texts of a request share one compilation. Raises ValueError for an invalid grammar, and for one on which the matcher gives up before the first choice.
+        The texts of a request share one compilation. Raises ValueError for an invalid grammar, and for one on which the
+        matcher gives up before the first choice.
         """
         try:
             source = json.dumps(grammar)
