@@ -289,8 +289,9 @@ class Reply:
                 raise EngineDied(f"vLLM ended in the middle of a text ({how})")
             if line.startswith(b"data:"):
                 found: dict[str, object] = json.loads(line[len(b"data:") :])
-                if isinstance(error := found.get("error"), dict) and 400 <= int(error.get("code") or 500) < 500:
-                    raise GrammarFailed(f"vLLM refuses the request: {error.get('message')}")
+                refused = found.get("error")
+                if isinstance(refused, dict) and 400 <= int(refused.get("code") or 500) < 500:
+                    raise GrammarFailed(f"vLLM refuses the request: {refused.get('message')}")
                 if "error" in found:
                     raise EngineDied(f"vLLM aborted a text: {_message(line[len(b'data:') :])}")
                 return found

@@ -123,9 +123,17 @@ def _add_page(app: FastAPI, follower: AliasFollower) -> None:
         return FileResponse(DEMO_PAGE)
 
     @app.get("/example")
-    async def example() -> dict[str, str | int | None]:
-        """Return a prompt of the kind of text that the model learned from, and the number of the previous version."""
-        return {"prompt": follower.served.example, "previous": await asyncio.to_thread(follower.number_before)}
+    def example() -> dict[str, Any]:
+        """Return a prompt of the kind of text that the model learned from, and the number of the previous version;
+        whether the model can chat, and its name in requests.
+        """
+        served = follower.served
+        return {
+            "prompt": served.example,
+            "previous": follower.number_before(),
+            "chat": served.can_chat,
+            "model": served.name,
+        }
 
 
 def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -> None:

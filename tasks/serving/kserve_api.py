@@ -173,9 +173,9 @@ def _reply(head: dict[str, Any], asked: InferRequest, written: list[Completion])
         "finish_reason": [one.finish_reason for one in written],
         "tokens": [one.new_tokens for one in written],
     }
-    wanted = {one.name: one.parameters.binary_data for one in asked.outputs} or dict.fromkeys(OUTPUTS)
+    wanted: dict[str, bool | None] = {one.name: one.parameters.binary_data for one in asked.outputs}
     outputs, tail = [], b""
-    for name, binary in wanted.items():
+    for name, binary in (wanted or dict.fromkeys(OUTPUTS)).items():
         described: dict[str, Any] = {"name": name, "datatype": OUTPUTS[name], "shape": [len(written)]}
         if asked.parameters.binary_data_output if binary is None else binary:
             data = _binary(columns[name])

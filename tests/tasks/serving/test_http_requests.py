@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from tasks.promotion.register import register_model
+from tasks.promotion.servers import read_counts
 from tests.support.mlflow_store import Store
 from tests.support.serving import server
 from tests.support.waiting import until
@@ -164,6 +165,7 @@ def test_a_reply_can_be_sent_back(client: httpx.Client) -> None:
 
 def test_what_reports_of_other_servers_tell(client: httpx.Client) -> None:
     """(fields, status) as in reports of vLLM's, llama.cpp's and TGI's servers."""
+    before, right = read_counts(client.get("/metrics").text, version=1), 0
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(300):
         schema = {"type": "array", "items": schema}
@@ -210,6 +212,9 @@ def test_what_reports_of_other_servers_tell(client: httpx.Client) -> None:
         body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2, **fields}).encode()
         reply = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert reply.status_code == status, f"{str(fields)[:200]}: {reply.text[:300]}"
+        right += status == 200
+    since = read_counts(client.get("/metrics").text, version=1).since(before)
+    assert (since.requests, since.failed) == (right, 0), "what a roll-out's watch counts: no client's mistake"
     assert chat(client, {"role": "developer", "content": "a"}, {"role": "tool", "content": "b"}).status_code == 200
     assert chat(client).status_code == 400
     assert client.get("/v1/models/tiny@champion").status_code == 200
