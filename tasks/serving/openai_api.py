@@ -22,6 +22,8 @@ from tasks.serving.middleware import OUTCOME, Refused, refusal
 from tasks.serving.openai_replies import ChatReply, CompletionReply, Placed, TokenOffsets, usage
 from tasks.serving.openai_requests import ChatRequest, CompletionRequest, Message, SamplingBody
 
+DEVELOPER = "developer"  # OpenAI's newer name of the role system
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -111,9 +113,11 @@ def chat_prompt(served: ServedVersion, messages: Sequence[Message], text: TextSe
     """
     encoder = served.engine.encoder
     try:
-        rendered, guard = served.chat_template.render_guarded(
-            [message.for_template() for message in messages], encoder.special_pattern
-        )
+        template = served.chat_template
+        asked = [message.for_template() for message in messages]
+        if DEVELOPER not in template.source:
+            asked = [each | {"role": "system"} if each["role"] == DEVELOPER else each for each in asked]
+        rendered, guard = template.render_guarded(asked, encoder.special_pattern)
         text.check_prompt(rendered.replace(guard, ""))
         return encoder.encode_chat(rendered, guard=guard) or [served.engine.end_id]
     except LookupError as error:
