@@ -181,7 +181,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
 def _in_words(problem: dict[str, Any]) -> str:
     if problem["type"] == "json_invalid":
         return f"the body is not JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}"
-    return f"{'.'.join(map(str, problem['loc'][1:])) or 'body'}: {problem['msg']}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(map(str, problem['loc'][1:])) or 'body'}: {message}"
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -191,7 +192,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == HTTPStatus.NOT_FOUND:
         return unknown_path(request.method, path)
     allowed = (error.headers or {}).get("Allow", "")
-    what = f"{path} takes {allowed}, not {request.method}" if allowed else str(error.detail)
+    unread = "the body cannot be read: send JSON in UTF-8, without numbers or nesting of thousands of characters"
+    what = f"{path} takes {allowed}, not {request.method}" if allowed else unread
     found = refusal(path, error.status_code, what)
     found.headers.update(error.headers or {})
     return found

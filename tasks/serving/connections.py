@@ -37,6 +37,7 @@ def uvicorn_config(app: object, *, keep_alive_s: float, timeout_s: float, drain_
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         http=type("BoundedProtocol", (BoundedProtocol,), limits),
+        ws="none",
         backlog=BACKLOG,
         log_level="error",  # its warnings are about what clients send, a line each
         access_log=False,

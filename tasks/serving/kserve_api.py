@@ -49,7 +49,7 @@ class InputTensor(_Body):
 
     name: Literal["prompt"]
     datatype: Literal["BYTES"]
-    shape: list[Annotated[int, Field(ge=0)]]
+    shape: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=2)
     parameters: InputParameters = InputParameters()
     data: list[str] | list[list[str]] | None = None  # row by row, if the tensor has two axes
 

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
@@ -117,7 +118,8 @@ class AdmissionControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        path = "/" + "/".join(part for part in scope["path"].split("/") if part)  # //v1/models/ means /v1/models
+        path = urlsplit(scope["path"]).path if scope["path"].startswith("http") else scope["path"]  # as to a proxy
+        path = "/" + "/".join(part for part in path.split("/") if part)  # //v1/models/ means /v1/models
         scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
         app = self._refused(scope) or self._with_body
         if path in TEXT_PATHS or path.endswith("/infer"):
@@ -131,7 +133,7 @@ class AdmissionControl:
             if not self.tokens.accepts(header):
                 what = "this access token is not valid" if header else "this server requires an access token"
                 return refusal(path, 401, f"{what}: send the header 'Authorization: Bearer TOKEN'")
-        if "content-encoding" in headers:
+        if headers.get("content-encoding", "identity") != "identity":
             return refusal(path, 415, f"the body is encoded by {headers['content-encoding']}: send it as it is")
         if (length := int(headers.get("content-length", "0"))) > self.limits.max_body_bytes:
             return self._too_large(path, f"{length} bytes")

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from tasks.serving.completions import Prompt
 from tasks.serving.middleware import Refused
@@ -153,7 +153,7 @@ class SamplingBody(BaseModel):
 class CompletionRequest(SamplingBody):
     refused: ClassVar = {"suffix": ("the models continue texts, they do not fill gaps in them", ("",))}
 
-    prompt: str | list[int] | list[str] | list[list[int]] = ""  # a document begins
+    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]] = ""  # a document begins
     max_tokens: int | None = Field(
         16, ge=0, description="0: generate nothing, only echo the prompt with its log-probabilities."
     )

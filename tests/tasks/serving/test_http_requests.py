@@ -103,8 +103,16 @@ def test_errors_have_the_form_of_the_protocol_and_say_the_cure(client: httpx.Cli
             400,
             client.post("/v1/completions", content=b'{"model": ', headers=as_json),
         ),
-        ("parsing the body", 400, client.post("/v1/completions", content=b"[" * 100_000, headers=as_json)),
-        ("parsing the body", 400, client.post("/v1/completions", content=b'{"model": "\xff"}', headers=as_json)),
+        (
+            "body cannot be read",
+            400,
+            client.post("/v1/completions", content=b"[" * 100_000, headers=as_json),
+        ),
+        (
+            "body cannot be read",
+            400,
+            client.post("/v1/completions", content=b'{"model": "\xff"}', headers=as_json),
+        ),
         ("at most 1000000", 413, client.post("/v1/completions", content=b" " * 1_000_001, headers=as_json)),
         ("at most 1000000", 413, client.post("/v1/completions", content=iter([b" " * 1_000_001]), headers=as_json)),
         (
@@ -198,6 +206,7 @@ def test_what_reports_of_other_servers_tell(client: httpx.Client) -> None:
         ({"prompt": [], "n": 1}, 400),
         ({"prompt": [[]]}, 200),
         ({"prompt": [-1]}, 400),
+        ({"prompt": [True]}, 400),
         ({"prompt": None}, 400),
         ({"model": "org/other"}, 404),
         ({"model": "\U0001f600"}, 404),
@@ -228,6 +237,7 @@ def test_http_as_proxies_and_old_clients_speak_it(client: httpx.Client) -> None:
     for reply in (
         raw(client, b"POST /v1/completions HTTP/1.0\r\n" + head + length + b"\r\n" + body),
         raw(client, b"POST /v1/completions/ HTTP/1.1\r\n" + head + length + b"\r\n" + body),
+        raw(client, b"POST http://a/v1/completions HTTP/1.1\r\n" + head + length + b"\r\n" + body),
         raw(client, b"POST //v1//completions HTTP/1.1\r\n" + head + length + b"\r\n" + body),
         raw(client, b"POST /v1%2Fcompletions HTTP/1.1\r\n" + head + length + b"\r\n" + body),
         raw(client, b"POST /v1/completions HTTP/1.1\r\n" + head + length + b"\r\n", body[:9], body[9:]),
@@ -292,11 +302,14 @@ def test_a_thousand_idle_connections_and_a_reader_that_stalls(chatting: Store) -
         idle = [socket.create_connection(place, timeout=10) for _ in range(1000)]
         try:
             assert completion(client).status_code == 200
+            slow = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            reply = raw(client, slow + b"Content-Length: 50\r\n\r\n{")
+            assert reply.startswith(b"HTTP/1.1 408 ")
+            assert b"only 1 bytes of the body came within 3 s" in reply
             stalled = socket.create_connection(place, timeout=10)
             stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 900_000, "stream": True}).encode()
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-            stalled.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            stalled.sendall(slow + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             until(lambda: " 1.0" in metric_line(client, "shardline_requests_in_flight"), "it runs", within_s=20)
             assert completion(client).status_code in (200, 503), (
                 "within timeout_s the slot is free, or the wait is over"
