@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import GrammarFailed, TextStream, TokenLogprob
 from tasks.serving.alias_follower import ServedVersion
 from tasks.serving.metrics import ServerMetrics
@@ -62,12 +63,15 @@ class TextService:
         self.check(prompt, sampling)
         loop = asyncio.get_running_loop()
         async with turns or nullcontext(), self._slot(admitted=turns is not None):
-            OUTCOME.get({})["version"] = served.version
             try:
                 open_stream = partial(served.engine.stream, prompt, **sampling)
                 stream = await loop.run_in_executor(self._pool, open_stream)
             except ValueError as error:
                 raise Refused(400, str(error)) from None
+            except EngineDied:
+                OUTCOME.get({})["version"] = served.version
+                raise
+            OUTCOME.get({})["version"] = served.version
 
             def end_for_timeout() -> None:
                 stream.finish_reason = TIMEOUT

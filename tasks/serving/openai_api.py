@@ -183,7 +183,10 @@ class CompletionEvents:
         self.offsets: dict[int, TokenOffsets] = {}
         if asked.shows_logprobs:
             tokenizer = served.engine.tokenizer
-            before = [served.engine.encoder.encode(prompt) for prompt, _ in asked.texts]
+            try:
+                before = [served.engine.encoder.encode(prompt) for prompt, _ in asked.texts]
+            except ValueError as error:
+                raise Refused(400, str(error)) from None
             self.offsets = {index: TokenOffsets(tokenizer, ids) for index, ids in enumerate(before)}
 
     async def lines(self) -> AsyncIterator[bytes]:

@@ -207,6 +207,7 @@ def test_what_reports_of_other_servers_tell(client: httpx.Client) -> None:
         ({"prompt": [[]]}, 200),
         ({"prompt": [-1]}, 400),
         ({"prompt": [True]}, 400),
+        ({"prompt": [[5], [999]], "logprobs": 1, "stream": True}, 400),
         ({"prompt": None}, 400),
         ({"model": "org/other"}, 404),
         ({"model": "\U0001f600"}, 404),
