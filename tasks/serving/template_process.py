@@ -35,9 +35,9 @@ class BoundedTemplate(ChatTemplate):
             except OSError:
                 reply = ""
             if not reply:
-                self._end()
-                limits = f"{RENDER_S:g} s or {MEMORY_BYTES / 2**30:g} GiB"
-                raise ValueError(f"the model's chat template needs more than {limits} for these messages: send fewer")
+                code = self._end()
+                why = f"takes more than {RENDER_S:g} s" if code == -signal.SIGPROF else f"ended its process ({code})"
+                raise ValueError(f"the model's chat template {why} for these messages: send fewer")
         text, error = json.loads(reply)
         if error:
             raise ValueError(error)
@@ -55,11 +55,12 @@ class BoundedTemplate(ChatTemplate):
         _ask(process, json.dumps([self.source, self._tokens]))  # answered when it is ready
         return process
 
-    def _end(self) -> None:
+    def _end(self) -> int:
         process, self._process = self._process, None
-        if process:
-            process.kill()
-            process.communicate()
+        if not process:
+            return 0
+        process.communicate()  # closes its pipes, at which it ends, if it has not
+        return process.returncode
 
 
 def _ask(process: subprocess.Popen[str], line: str) -> str:

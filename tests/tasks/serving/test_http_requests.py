@@ -121,7 +121,7 @@ def test_errors_have_the_form_of_the_protocol_and_say_the_cure(client: httpx.Cli
             client.post("/v1/completions", content=body, headers=as_json | {"Content-Encoding": "gzip"}),
         ),
         ("sees 32", 400, chat(client, {"role": "user", "content": "hello " * 9000})),
-        ("needs more than 2 s", 400, chat(client, {"role": "loop", "content": "x"})),
+        ("takes more than 2 s", 400, chat(client, {"role": "loop", "content": "x"})),
         ("1 to 128", 400, completion(client, prompt=[])),
     ):
         assert reply.status_code == status, reply.text
