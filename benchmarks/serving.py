@@ -16,7 +16,8 @@ The last line is one JSON object: `tokens_per_s` and `p95_ms` by model, server a
 model and precision, and clients (tokens/s of `shardline serve` over those of the best of the others in that precision,
 the median over repetitions); `int8_vs_fp32` by model and clients (tokens/s of `shardline serve`);
 `int8_perplexity_increase` of the 4M model on held-out text, as a fraction; `missing`, what was not installed; and
-`failed_requests_in_rollout` while the alias of the 4M model moves back and forth under 4 clients.
+`failed_requests_in_rollout` while the alias of the 4M model moves back and forth under 4 clients, beside 2 whose bodies
+are malformed: theirs count as failed where the reply does not say that the request is wrong (4xx).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from benchmarks.support.serving_models import NAME, RUNTIMES, SIZES, SMALL, regi
 CLIENTS = (1, 4, 16)
 START_S = 240
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
+MALFORMED = (b"{", b"\xff", b"[]", b'{"model": 1}', b'{"model": "x", "prompt": {"a": 1}, "temperature": "hot"}')
 OURS = "shardline serve"
 NO_OTHERS = ("shardline serve, torch", "mlflow models serve, our pyfunc")  # not compared with others
 TITLES = {"openvino": "OpenVINO GenAI", "ctranslate2": "CTranslate2"}
@@ -190,7 +192,9 @@ def load(server: Server, clients: int, *, new_tokens: int, window_s: float) -> t
 
 
 def rollout(server: Server, folder: Path, *, moves: int) -> tuple[int, int]:
-    """Move the alias back and forth under 4 clients, and wait for each switch; return (requests, failed requests)."""
+    """Move the alias back and forth under 4 clients, and 2 that send malformed bodies, and wait for each switch; return
+    (requests, failed requests).
+    """
     from mlflow.tracking import MlflowClient
 
     client, finished = MlflowClient(registry_uri(folder), registry_uri(folder)), threading.Event()
@@ -209,8 +213,18 @@ def rollout(server: Server, folder: Path, *, moves: int) -> tuple[int, int]:
                     failed += 1
         return num_requests, failed
 
-    with server.client() as http, ThreadPoolExecutor(4) as pool:
+    def mistake(_: int) -> tuple[int, int]:
+        statuses: list[int] = []
+        with server.client() as http:
+            while not finished.wait(0.01):
+                for body in MALFORMED:
+                    reply = http.post(server.path, content=body, headers={"Content-Type": "application/json"})
+                    statuses.append(reply.status_code)
+        return len(statuses), sum(not 400 <= status < 500 for status in statuses)
+
+    with server.client() as http, ThreadPoolExecutor(6) as pool:
         hammering = [pool.submit(hammer, number) for number in range(4)]
+        hammering += [pool.submit(mistake, number) for number in range(2)]
         for move in range(moves):
             version = 2 - move % 2
             client.set_registered_model_alias(NAME, "champion", str(version))

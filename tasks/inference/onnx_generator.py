@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ SCORED_TOKENS = 256  # whose logits are in memory at the same time: 32 MiB with 
 # How long an idle thread spins before it sleeps. It outlasts most operators that run on one thread, so that a decoding
 # step of a small model takes 0.63 times as long as with no spinning; docs/serving.md says what it costs beside others.
 SPIN_US = 20
+KEPT_GRAMMARS = 8  # of the last requests
+MAX_GRAMMAR_CHARS = 250_000  # 20,000 alternatives; llguidance compiles so much in 0.2 to 2 s on one core
+MIN_TEMPERATURE = 1e-5  # below it the likeliest token is taken, as in vLLM: logits / temperature would overflow
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class Sampling:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p:g}: give a probability above 0 and at most 1")
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         if "" in self.stop:
             raise ValueError("stop holds an empty text, which would end every text before it begins: leave it out")
 
@@ -129,27 +135,50 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, end_id: int) -> None:
         self.tokenizer, self.end_id = tokenizer, end_id
+        self._lock, self._compiled = threading.Lock(), functools.lru_cache(KEPT_GRAMMARS)(self._compile)
 
     def matcher(self, grammar: Mapping[str, Any]) -> Any:
         """Return an llguidance.LLMatcher, which tells which tokens the grammar allows next.
 
-        Raises ValueError for an invalid grammar, and for one on which the matcher gives up before the first choice.
+        The texts of a request share one compilation. Raises ValueError for an invalid grammar, and for one on which the
+        matcher gives up before the first choice.
         """
-        tokenizer = self._tokenizer
+        try:
+            source = json.dumps(grammar)
+        except RecursionError:
+            raise ValueError("text cannot be constrained by this json: it is nested too deeply") from None
+        if len(source) > MAX_GRAMMAR_CHARS:
+            which = f"this {next(iter(grammar))} has {len(source)} characters"
+            raise ValueError(f"text cannot be constrained, because {which}: simplify it to {MAX_GRAMMAR_CHARS} at most")
+        with self._lock:
+            found = self._compiled(source)
+            if isinstance(found, str):
+                raise ValueError(found)
+            return found.deep_copy()
+
+    def _compile(self, source: str) -> Any:
+        """Return the matcher of a grammar as JSON, or why there is none."""
+        grammar, tokenizer = json.loads(source), self._tokenizer
         from llguidance import LLMatcher
 
-        if "json" in grammar:
-            # Without this option a model may write endless spaces between two values.
-            source = LLMatcher.grammar_from_json_schema(grammar["json"], overrides={"whitespace_flexible": False})
-        else:
-            source = LLMatcher.grammar_from_regex(grammar["regex"])
-        if problem := LLMatcher.validate_grammar(source, tokenizer):
-            raise ValueError(f"text cannot be constrained by this {next(iter(grammar))}: {problem}")
-        matcher = LLMatcher(tokenizer, source, log_level=0)
-        beginning = matcher.deep_copy()
-        beginning.consume_tokens(beginning.compute_ff_tokens())  # those that the grammar prescribes
-        beginning.compute_bitmask()
-        _check_matcher(beginning, grammar)
+        kind = next(iter(grammar))
+        try:
+            if kind == "json":
+                # Without this option a model may write endless spaces between two values.
+                rules = LLMatcher.grammar_from_json_schema(grammar["json"], overrides={"whitespace_flexible": False})
+            else:
+                rules = LLMatcher.grammar_from_regex(grammar["regex"])
+            if problem := LLMatcher.validate_grammar(rules, tokenizer):
+                return f"text cannot be constrained by this {kind}: {problem}"
+            matcher = LLMatcher(tokenizer, rules, log_level=0)
+            beginning = matcher.deep_copy()
+            beginning.consume_tokens(beginning.compute_ff_tokens())  # those that the grammar prescribes
+            beginning.compute_bitmask()
+            _check_matcher(beginning, grammar)
+        except GrammarFailed as error:
+            return str(error)
+        except ValueError as error:  # from llguidance, for what its JSON cannot hold
+            return f"text cannot be constrained by this {kind}: {str(error)[:200]}"
         return matcher
 
     @functools.cached_property

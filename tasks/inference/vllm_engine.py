@@ -24,6 +24,7 @@ from training.config.serving import InferenceConfig
 from training.planner.inference import check_inference
 from training.tokenizer.text_encoder import check_tokens
 
+MAX_TEMPERATURE = 2
 AS_ID = "token_id:"  # prefix of the tokens that vLLM writes with return_tokens_as_token_ids
 
 
@@ -63,6 +64,8 @@ class VllmEngine:
 
     def _check(self, params: Sampling, prompt_tokens: int) -> None:
         """Raise ValueError for requests that vLLM would not handle as our documentation says."""
+        if params.temperature > MAX_TEMPERATURE:
+            raise ValueError(f"temperature = {params.temperature:g}: vLLM takes {MAX_TEMPERATURE} at most")
         if params.grammar and params.logprobs is not None:
             raise ValueError(
                 "vLLM computes log-probabilities over the tokens that a grammar allows, not over all: leave out the "
@@ -83,6 +86,8 @@ class VllmEngine:
                 f"{len(ids)} tokens cannot be scored: vLLM takes {self.context - 1} at most, one less than the "
                 "context, because it generates a token for every prompt"
             )
+        if not ids:
+            return []
         body = completion_request(ids, Sampling(new_tokens=0, temperature=0, logprobs=top), end_id=self.end_id)
         content: Any = self.vllm.open(body | {"echo": True, "stream": False}).whole()
         return _scored(content["choices"][0], ids, top=top)
@@ -150,7 +155,10 @@ class NewIds(Iterator[int]):
     def _open(self) -> Reply:
         body = completion_request(self._seen, self.params, end_id=self.engine.end_id, made=self._made)
         body["max_tokens"] = min(body["max_tokens"], self.engine.context - len(self._seen))
-        return self.engine.vllm.open(body)
+        reply = self.engine.vllm.open(body)
+        if self.params.grammar:
+            reply.wait_accepted()
+        return reply
 
     def _follow(self) -> Iterator[int]:
         while self._reply and not self._closed:

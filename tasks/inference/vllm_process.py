@@ -13,6 +13,7 @@ import http.client
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from tasks.hardware.machine import gpus_here
 from tasks.inference.engine import EngineDied
+from tasks.inference.onnx_generator import GrammarFailed
 from tasks.workspace.processes import end_process
 from tasks.workspace.wait import until
 from training.config.serving import InferenceConfig
@@ -116,6 +118,7 @@ class VllmProcess:
         self.folder = Path(tempfile.mkdtemp(prefix="shardline-vllm-"))  # mode 0700
         self.path, self.log_path = self.folder / "http", self.folder / "vllm.log"
         self.command = command_for(program, export_dir.absolute(), inference, context=context, path=self.path)
+        self.precision = inference.precision
         self.ready, self.closed, self.why_not = False, False, "vLLM is being started"
         self.failed = False  # True: vLLM is not restarted any more
         self.changed = threading.Condition()
@@ -174,6 +177,8 @@ class VllmProcess:
             if has_started := self._wait_until_it_answers(process):
                 self._note(ready=True)
                 logger.info("vLLM is ready: %s", " ".join(self.command))
+                if self.precision == "auto":
+                    self._log_precision()
                 process.wait()
             cause = self._cause(process.poll())
             with suppress(ProcessLookupError):  # the processes that vLLM started and may have left
@@ -228,6 +233,13 @@ class VllmProcess:
         until(lambda: has_ended() is not None or answers(), timeout_s=START_TIMEOUT_S, every_s=POLL_S)
         return has_ended() is None and answers()
 
+    def _log_precision(self) -> None:
+        """Log the precision that vLLM chose, because it computes with 16 bits where the weights have 32."""
+        cast = re.search(r"asting torch\.(\w+) to torch\.(\w+)", self.log_path.read_text(errors="replace"))
+        if cast:
+            what = f"precision: {cast[2]} (vLLM's choice; the export's weights are {cast[1]})"
+            logger.warning("%s: for those set inference.precision=fp32", what)
+
     def error_in_log(self) -> str:
         """Return the last error in vLLM's log, or its last lines."""
         lines = plain(self.log_path.read_text(errors="replace")).splitlines() if self.log_path.exists() else []
@@ -240,6 +252,14 @@ class Reply:
 
     def __init__(self, connection: UnixConnection, response: http.client.HTTPResponse) -> None:
         self._connection, self._response, self.cancelled = connection, response, False
+        self._read_ahead: list[dict[str, object] | None] = []
+
+    def wait_accepted(self) -> None:
+        """Wait for the first event, by which vLLM refuses what it finds wrong after its status 200: a grammar.
+
+        Raises ValueError for a refusal, EngineDied as `next_event` does.
+        """
+        self._read_ahead.append(self.next_event())
 
     def whole(self) -> dict[str, object]:
         """Return the JSON. Raises EngineDied if vLLM ends before it has answered."""
@@ -250,7 +270,12 @@ class Reply:
         return content
 
     def next_event(self) -> dict[str, object] | None:
-        """Return the JSON of the next event; None at the end, and after `cancel`. Raises EngineDied as `whole` does."""
+        """Return the JSON of the next event; None at the end, and after `cancel`.
+
+        Raises GrammarFailed for a request that vLLM calls wrong, EngineDied as `whole` does.
+        """
+        if self._read_ahead:
+            return self._read_ahead.pop()
         while True:
             try:
                 line = self._response.readline()
@@ -263,10 +288,13 @@ class Reply:
             if not line:
                 raise EngineDied(f"vLLM ended in the middle of a text ({how})")
             if line.startswith(b"data:"):
-                event: dict[str, object] = json.loads(line[len(b"data:") :])
-                if "error" in event:
+                found: dict[str, object] = json.loads(line[len(b"data:") :])
+                refused = found.get("error")
+                if isinstance(refused, dict) and 400 <= int(refused.get("code") or 500) < 500:
+                    raise GrammarFailed(f"vLLM refuses the request: {refused.get('message')}")
+                if "error" in found:
                     raise EngineDied(f"vLLM aborted a text: {_message(line[len(b'data:') :])}")
-                return event
+                return found
 
     def cancel(self) -> None:
         """End the request by closing its connection; may be called from any thread."""

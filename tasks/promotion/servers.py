@@ -159,14 +159,17 @@ class Counts:
 
 
 def read_counts(text: str, *, version: int) -> Counts:
-    """Return the counts of one version, from a server's metrics. 5xx replies are failures, 4xx the clients' errors."""
+    """Return the counts of one version, from a server's metrics: of texts that it wrote, and of its failures (5xx).
+
+    Requests that ended with a client's mistake, or because the client left (4xx), are not counted.
+    """
     requests = failed = 0.0
     buckets: dict[float, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.labels.get("version") != str(version):
                 continue
-            if sample.name == "shardline_requests_total":
+            if sample.name == "shardline_requests_total" and not sample.labels["code"].startswith("4"):
                 requests += sample.value
                 failed += sample.value if sample.labels["code"].startswith("5") else 0
             elif sample.name == "shardline_request_seconds_bucket":

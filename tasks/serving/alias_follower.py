@@ -14,10 +14,10 @@ from pathlib import Path
 from tasks.inference.engine import Engine
 from tasks.inference.open_engine import open_engine
 from tasks.registry.models import example_prompt, find_version, parse_ref, replaced_by, resolve
+from tasks.serving.template_process import BoundedTemplate
 from tasks.tracking.client import registry_client
 from tasks.workspace.locks import Locked, exclusive
 from training.config.serving import InferenceConfig
-from training.tokenizer.chat_template import ChatTemplate
 from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
@@ -54,12 +54,24 @@ class ServedVersion:
 
     def _close_if_unused(self) -> None:
         if self._retired and not self._users:  # in a thread, because ranks of torch take seconds to end
-            threading.Thread(target=self.engine.close, name=f"close version {self.version}").start()
+            threading.Thread(target=self._close, name=f"close version {self.version}").start()
+
+    def _close(self) -> None:
+        self.engine.close()
+        if template := self.__dict__.get("chat_template"):
+            template.close()
 
     @cached_property
-    def chat_template(self) -> ChatTemplate:
+    def chat_template(self) -> BoundedTemplate:
         """Return the tokenizer's chat template. Raises LookupError if the tokenizer has none."""
-        return ChatTemplate.of_folder(self.folder)
+        return BoundedTemplate.of_folder(self.folder)
+
+    @property
+    def can_chat(self) -> bool:
+        try:
+            return bool(self.chat_template)
+        except LookupError:
+            return False
 
     @property
     def idle_s(self) -> float:

@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tasks.inference.engine import EngineDied
@@ -20,11 +23,12 @@ from tasks.serving.alias_follower import AliasFollower, ServedVersion
 from tasks.serving.completions import ClientDisconnected, TextService, unless_disconnected
 from tasks.serving.kserve_api import add_kserve
 from tasks.serving.metrics import ServerMetrics
-from tasks.serving.middleware import AdmissionControl, Refused, refusal
+from tasks.serving.middleware import AdmissionControl, Refused, refusal, unknown_path, wrong_content_type
 from tasks.serving.openai_api import add_openai
 from tasks.serving.tokenizer_api import add_tokenizer
 from training.config.serving import ServingConfig
 
+MAX_PROBLEMS = 10  # of a body that are told
 DEMO_PAGE = Path(__file__).with_name("demo_page.html")
 
 
@@ -67,27 +71,29 @@ def build_app(follower: AliasFollower, *, limits: ServingConfig) -> ASGIApp:
         await asyncio.gather(following, return_exceptions=True)
         text.close()
 
-    app = FastAPI(title=f"Shardline: {follower.ref}", lifespan=lifespan)
+    app = FastAPI(title=f"Shardline: {follower.ref}", lifespan=lifespan, redirect_slashes=False)
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(Refused)(_refused)
     app.exception_handler(EngineDied)(_engine_died)
     app.exception_handler(ClientDisconnected)(_client_disconnected)
+    app.exception_handler(Exception)(_failed)
     _add_generate(app, follower, text)
     add_openai(app, follower, text)
     add_tokenizer(app, follower, text)
     add_kserve(app, follower, text)
     _add_page(app, follower)
     _add_health(app, follower, metrics)
-    return AdmissionControl(app, follower=follower, limits=limits, metrics=metrics)
+    admitted = AdmissionControl(app, follower=follower, limits=limits, metrics=metrics)
+    if not limits.cors_origins:
+        return admitted
+    return CORSMiddleware(admitted, allow_origins=limits.cors_origins, allow_methods=["*"], allow_headers=["*"])
 
 
 def _add_generate(app: FastAPI, follower: AliasFollower, text: TextService) -> None:
     async def reply(request: Request, body: GenerateRequest, served: ServedVersion) -> GenerateReply:
         start = time.perf_counter()
         sampling = body.model_dump(exclude={"prompt"})
-        request.scope["request_outcome"]["version"] = served.version
-
         completion = await unless_disconnected(request, text.write(served, body.prompt, sampling))
         seconds = time.perf_counter() - start
         return GenerateReply(text=completion.text, model=served.name, version=served.version, seconds=seconds)
@@ -117,9 +123,17 @@ def _add_page(app: FastAPI, follower: AliasFollower) -> None:
         return FileResponse(DEMO_PAGE)
 
     @app.get("/example")
-    async def example() -> dict[str, str | int | None]:
-        """Return a prompt of the kind of text that the model learned from, and the number of the previous version."""
-        return {"prompt": follower.served.example, "previous": await asyncio.to_thread(follower.number_before)}
+    def example() -> dict[str, Any]:
+        """Return a prompt of the kind of text that the model learned from, and the number of the previous version;
+        whether the model can chat, and its name in requests.
+        """
+        served = follower.served
+        return {
+            "prompt": served.example,
+            "previous": follower.number_before(),
+            "chat": served.can_chat,
+            "model": served.name,
+        }
 
 
 def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -> None:
@@ -157,14 +171,32 @@ def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -
 async def _invalid(request: Request, error: Exception) -> Response:
     """Name each wrong field with its error, instead of returning pydantic's nested list."""
     assert isinstance(error, RequestValidationError)
-    lines = [f"{'.'.join(map(str, problem['loc'][1:])) or 'body'}: {problem['msg']}" for problem in error.errors()]
-    path = request.scope["path"]
+    path, given = request.scope["path"], request.headers.get("content-type")
+    if request.method == "POST" and "json" not in (given or ""):
+        return wrong_content_type(path, given)
+    lines = [_in_words(problem) for problem in error.errors()[:MAX_PROBLEMS]]
     return refusal(path, 400 if path.startswith("/v") else 422, "; ".join(lines))
 
 
+def _in_words(problem: dict[str, Any]) -> str:
+    if problem["type"] == "json_invalid":
+        return f"the body is not JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(map(str, problem['loc'][1:])) or 'body'}: {message}"
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
+    """Return errors of the router (404, 405), and of a body that cannot be parsed, such as one nested too deeply."""
     assert isinstance(error, HTTPException)
-    return refusal(request.scope["path"], error.status_code, str(error.detail))
+    path = request.scope["path"]
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return unknown_path(request.method, path)
+    allowed = (error.headers or {}).get("Allow", "")
+    unread = "the body cannot be read: send JSON in UTF-8, without numbers or nesting of thousands of characters"
+    what = f"{path} takes {allowed}, not {request.method}" if allowed else unread
+    found = refusal(path, error.status_code, what)
+    found.headers.update(error.headers or {})
+    return found
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -178,3 +210,7 @@ async def _engine_died(request: Request, error: Exception) -> Response:
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nginx's code for a client that closed the connection; only the metrics see it
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return refusal(request.scope["path"], 500, "the server failed at this request: its log has the error")

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import GrammarFailed, TextStream, TokenLogprob
 from tasks.serving.alias_follower import ServedVersion
 from tasks.serving.metrics import ServerMetrics
-from tasks.serving.middleware import Refused
+from tasks.serving.middleware import OUTCOME, Refused
 from training.config.serving import ServingConfig
 
 T = TypeVar("T")
+Turns = asyncio.Semaphore
 Prompt = str | Sequence[int]  # text or token IDs
 TIMEOUT = "timeout"  # a finish_reason that becomes an error before a client sees it
 
@@ -51,21 +53,25 @@ class TextService:
 
     @asynccontextmanager
     async def stream(
-        self, served: ServedVersion, prompt: Prompt, sampling: dict[str, Any], *, admitted: bool = False
+        self, served: ServedVersion, prompt: Prompt, sampling: dict[str, Any], *, turns: Turns | None = None
     ) -> AsyncIterator[TextStream]:
         """Open a stream of text in a free slot; after the block no further token is generated.
 
-        `admitted`: the stream belongs to a request that has a slot already, so a full queue does not refuse it.
+        `turns`: of the texts of a request after its first one, whom a full queue does not refuse.
         Raises Refused if the request exceeds a limit or the queue is full.
         """
         self.check(prompt, sampling)
         loop = asyncio.get_running_loop()
-        async with self._slot(admitted=admitted):
+        async with turns or nullcontext(), self._slot(admitted=turns is not None):
             try:
                 open_stream = partial(served.engine.stream, prompt, **sampling)
                 stream = await loop.run_in_executor(self._pool, open_stream)
             except ValueError as error:
                 raise Refused(400, str(error)) from None
+            except EngineDied:
+                OUTCOME.get({})["version"] = served.version
+                raise
+            OUTCOME.get({})["version"] = served.version
 
             def end_for_timeout() -> None:
                 stream.finish_reason = TIMEOUT
@@ -88,11 +94,11 @@ class TextService:
         sampling: dict[str, Any],
         *,
         score_prompt: bool = False,
-        admitted: bool = False,
+        turns: Turns | None = None,
     ) -> Completion:
         """Return a whole text. `score_prompt`: with the log-probabilities of the prompt's tokens too."""
         loop, scores = asyncio.get_running_loop(), list[TokenLogprob]()
-        async with self.stream(served, prompt, sampling, admitted=admitted) as stream:
+        async with self.stream(served, prompt, sampling, turns=turns) as stream:
             if score_prompt:
                 ids = served.engine.encoder.encode(prompt)
                 score = partial(served.engine.score, ids, top=sampling["logprobs"])
@@ -114,17 +120,21 @@ class TextService:
             return [await self.write(served, *asked[0], score_prompt=score_prompts)]
         for prompt, sampling in asked:
             self.check(prompt, sampling)
+        write, turns = partial(self.write, served, score_prompt=score_prompts), self.turns()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(
-                        self.write(served, prompt, sampling, score_prompt=score_prompts, admitted=index > 0)
-                    )
-                    for index, (prompt, sampling) in enumerate(asked)
+                    group.create_task(write(*each, turns=turns if index else None)) for index, each in enumerate(asked)
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
+
+    def turns(self) -> Turns:
+        """Return the turns of one request's texts: at most max_concurrent of them run or wait, so that texts of other
+        requests come between its own.
+        """
+        return Turns(self.limits.max_concurrent)
 
     async def pump(self, stream: TextStream, put: Callable[[str], None]) -> None:
         """Call `put` with each piece of text, for which a thread of the pool waits; return at the end of the stream.
@@ -174,7 +184,7 @@ class TextService:
             running, waiting = self.limits.max_concurrent, self._waiting
             load = f"{running} requests are running and {waiting} are waiting"
             raise Refused(429, f"{load}, as many as this server accepts: try again in a moment")
-        self._waiting += 1
+        self._waiting += not admitted
         try:
             async with asyncio.timeout(self.limits.timeout_s):
                 await self._slots.acquire()
@@ -182,7 +192,7 @@ class TextService:
             waited = f"{self.limits.timeout_s:g} s (serving.timeout_s)"
             raise Refused(503, f"the server was busy for {waited}: try again in a moment") from None
         finally:
-            self._waiting -= 1
+            self._waiting -= not admitted
         try:
             yield
         finally:

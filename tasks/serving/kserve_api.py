@@ -8,12 +8,13 @@ github.com/kserve/open-inference-protocol, specification/protocol/inference_rest
 from __future__ import annotations
 
 import json
+import math
 import struct
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.completions import Completion, TextService, unless_disconnected
@@ -24,16 +25,72 @@ MAX_PROMPTS = 128
 OUTPUTS = {"text": "BYTES", "finish_reason": "BYTES", "tokens": "INT64"}
 
 
-class SamplingParameters(BaseModel):
-    """Our sampling parameters of a request; other parameters belong to the protocol and are ignored."""
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)  # other fields belong to the protocol and its extensions
 
-    model_config = ConfigDict(extra="ignore")
+
+class RequestParameters(_Body):
+    """Our sampling parameters, and whether outputs that do not say otherwise are bytes."""
 
     new_tokens: int = Field(64, ge=1)
     temperature: float = Field(0.8, ge=0, le=10)
     top_k: int = Field(50, ge=0, le=1_000_000)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int = Field(1337, ge=0, lt=2**64)
+    binary_data_output: bool = False
+
+
+class InputParameters(_Body):
+    binary_data_size: int | None = Field(None, ge=0)
+
+
+class InputTensor(_Body):
+    """The prompts, in JSON or as bytes after it."""
+
+    name: Literal["prompt"]
+    datatype: Literal["BYTES"]
+    shape: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=2)
+    parameters: InputParameters = InputParameters()
+    data: list[str] | list[list[str]] | None = None  # row by row, if the tensor has two axes
+
+    @model_validator(mode="after")
+    def _once(self) -> InputTensor:
+        if (self.data is None) == (self.parameters.binary_data_size is None):
+            raise ValueError("send either data or the parameter binary_data_size with the bytes after the JSON")
+        return self
+
+    def prompts(self, after_json: bytes) -> list[str]:
+        """Return the elements. Raises ValueError if there are not as many as the shape says."""
+        if self.data is None:
+            found = _strings(after_json, size=self.parameters.binary_data_size or 0)
+        else:
+            rows = [[row] if isinstance(row, str) else row for row in self.data]
+            found = [prompt for row in rows for prompt in row]
+        if math.prod(self.shape) != len(found) or not 1 <= len(found) <= MAX_PROMPTS:
+            raise ValueError(f"shape {self.shape} has {len(found)} elements: send [n] with n, 1 to {MAX_PROMPTS}")
+        return found
+
+
+class OutputParameters(_Body):
+    binary_data: bool | None = None
+
+
+class RequestedOutput(_Body):
+    name: Literal["text", "finish_reason", "tokens"]
+    parameters: OutputParameters = OutputParameters()
+
+
+class InferRequest(_Body):
+    """The JSON of a request."""
+
+    id: str | None = None
+    inputs: list[InputTensor] = Field(min_length=1, max_length=1)
+    outputs: list[RequestedOutput] = []
+    parameters: RequestParameters = RequestParameters()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return self.parameters.model_dump(exclude={"binary_data_output"})
 
 
 def add_kserve(app: FastAPI, follower: AliasFollower, text: TextService) -> None:
@@ -66,73 +123,61 @@ def add_kserve(app: FastAPI, follower: AliasFollower, text: TextService) -> None
     @app.post("/v2/models/{name}/versions/{version}/infer")
     async def infer(request: Request, name: str, version: str | None = None) -> Response:
         check(name, version)
-        content, prompts, sampling = _read(await request.body(), request.headers.get(HEADER))
+        asked, prompts = _read(await request.body(), request.headers.get(HEADER))
         with follower.current() as served:
-            request.scope["request_outcome"]["version"] = served.version
             # Prompts of one request get consecutive seeds, so that equal prompts get different texts.
-            wanted = [(prompt, sampling | {"seed": sampling["seed"] + i}) for i, prompt in enumerate(prompts)]
+            sampling, seed = asked.sampling, asked.parameters.seed
+            wanted = [(prompt, sampling | {"seed": (seed + i) % 2**64}) for i, prompt in enumerate(prompts)]
             completions = await unless_disconnected(request, text.write_all(served, wanted))
             head = {"model_name": served.name, "model_version": str(served.version)}
-        return _reply(head | ({"id": content["id"]} if "id" in content else {}), content, completions)
+        return _reply(head | ({"id": asked.id} if asked.id is not None else {}), asked, completions)
 
 
-def _read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """Return the request's JSON, its prompts and its sampling. Raises Refused with the reason."""
+def _read(body: bytes, header_length: str | None) -> tuple[InferRequest, list[str]]:
+    """Return the request's JSON and its prompts. Raises Refused with the reason."""
+    given = header_length or str(len(body))
+    length = int(given) if given.isascii() and given.isdecimal() else -1
+    if not 0 <= length <= len(body):
+        raise Refused(400, f"{HEADER} is {given}, and the body has {len(body)} bytes: send the length of its JSON")
     try:
-        length = int(header_length) if header_length else len(body)
-        asked = json.loads(body[:length])
-        [given] = asked["inputs"]
-        name, kind, shape = given["name"], given["datatype"], given["shape"]
-        size = given.get("parameters", {}).get("binary_data_size")
-        data = given["data"] if size is None else _strings(body[length : length + int(size)])
-        sampling = SamplingParameters.model_validate(asked.get("parameters", {})).model_dump()
-        prompts = [str(prompt) for prompt in np.array(data, dtype=object).reshape(-1)]
+        asked = InferRequest.model_validate_json(body[:length])
+        return asked, asked.inputs[0].prompts(body[length:])
     except ValidationError as error:
-        lines = [f"parameters.{problem['loc'][0]}: {problem['msg']}" for problem in error.errors()]
-        raise Refused(400, "; ".join(lines)) from None
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise Refused(400, f"the request must have one BYTES tensor named `prompt` ({why})") from None
-    if (name, kind) != ("prompt", "BYTES") or int(np.prod(shape)) != len(prompts):
-        raise Refused(
-            400,
-            f"{kind} tensor {name} {shape} has {len(prompts)} elements: send BYTES tensor `prompt` [n] with n elements",
-        )
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise Refused(400, f"the request has {len(prompts)} prompts: send 1 to {MAX_PROMPTS}")
-    if unknown := {output["name"] for output in asked.get("outputs", [])} - OUTPUTS.keys():
-        raise Refused(
-            400, f"this server has no output {', '.join(sorted(unknown))}: its outputs are {', '.join(OUTPUTS)}"
-        )
-    return asked, prompts, sampling
+        lines = [f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in error.errors()]
+        why = "; ".join(lines[:5])
+    except ValueError as error:
+        why = f"inputs.0: {error}"
+    raise Refused(400, f"the request must have one BYTES tensor named `prompt` ({why})")
 
 
-def _strings(data: bytes) -> list[str]:
+def _strings(data: bytes, *, size: int) -> list[str]:
     """Return the elements of a BYTES tensor; each is preceded by its length, 4 bytes, little-endian."""
     found, position = [], 0
-    while position < len(data):
+    if len(data) != size:
+        raise ValueError(f"{len(data)} bytes follow the JSON, and binary_data_size is {size}")
+    while position < size:
+        if position + 4 > size:
+            raise ValueError("the binary data ends within an element's length")
         (length,) = struct.unpack_from("<I", data, position)
         position += 4 + length
-        if position > len(data):
+        if position > size:
             raise ValueError("the binary data ends within an element")
         found.append(data[position - length : position].decode())
     return found
 
 
-def _reply(head: dict[str, Any], asked: dict[str, Any], written: list[Completion]) -> Response:
+def _reply(head: dict[str, Any], asked: InferRequest, written: list[Completion]) -> Response:
     """Build the requested outputs (all, if none is named), as JSON or as bytes after the JSON, as the client asked."""
     columns: dict[str, list[Any]] = {
         "text": [one.text for one in written],
         "finish_reason": [one.finish_reason for one in written],
         "tokens": [one.new_tokens for one in written],
     }
-    all_binary = bool(asked.get("parameters", {}).get("binary_data_output", False))
-    wanted = asked.get("outputs") or [{"name": name} for name in OUTPUTS]
+    wanted: dict[str, bool | None] = {one.name: one.parameters.binary_data for one in asked.outputs}
     outputs, tail = [], b""
-    for output in wanted:
-        name = output["name"]
+    for name, binary in (wanted or dict.fromkeys(OUTPUTS)).items():
         described: dict[str, Any] = {"name": name, "datatype": OUTPUTS[name], "shape": [len(written)]}
-        if output.get("parameters", {}).get("binary_data", all_binary):
+        if asked.parameters.binary_data_output if binary is None else binary:
             data = _binary(columns[name])
             described["parameters"], tail = {"binary_data_size": len(data)}, tail + data
         else:

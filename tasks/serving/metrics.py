@@ -16,7 +16,8 @@ class ServerMetrics:
     """Counters of one server, for requests for text; requests for health, metrics and pages are not counted.
 
     `code` is the HTTP status. 499: the client disconnected before the end. 504: the request took longer than
-    serving.timeout_s, even if its stream had started with a 200.
+    serving.timeout_s, even if its stream had started with a 200. `version` is empty for requests that ended before a
+    model was asked: refused ones, and those that found the server busy.
     """
 
     media_type = CONTENT_TYPE_LATEST
@@ -27,7 +28,7 @@ class ServerMetrics:
         self.requests = Counter("shardline_requests", "Requests for text", [*labels, "code"], registry=of)
         self.seconds = Histogram(
             "shardline_request_seconds",
-            "Seconds from the request to the last byte of the reply",
+            "Seconds from the request to the last byte of its whole reply",
             labels,
             buckets=BUCKETS_S,
             registry=of,

@@ -1,16 +1,20 @@
-"""Checks the access token and body size of each request before the request is handled, and counts requests.
+"""Checks the access token and body of each request before the request is handled, and counts requests.
 
 This is plain ASGI, because Starlette's own middleware class would buffer streams.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import time
+from contextvars import ContextVar
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
@@ -22,9 +26,15 @@ from training.config.serving import ServingConfig
 
 logger = logging.getLogger(__name__)
 
+OWN_PATHS = ("/generate", "/previous", "/tokenize", "/detokenize", "/example", "/health", "/metrics")
+OPENAI_PATHS = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
 OPEN_PATHS = ("/", "/metrics")  # need no token, as health does not, because none shows generated text
 HEALTH = ("/health", "/v2/health")
 TEXT_PATHS = ("/generate", "/previous/generate", "/v1/completions", "/v1/chat/completions")  # and /v2/models/NAME/infer
+
+
+# What the metrics will say of a request. A handler may set another code; TextService sets the version that it asks.
+OUTCOME: ContextVar[dict[str, Any]] = ContextVar("outcome")
 
 
 class Refused(Exception):
@@ -35,18 +45,33 @@ class Refused(Exception):
         self.status, self.message = status, message
 
 
-def refusal(path: str, status: int, message: str) -> Response:
-    """Return the error in the form that the protocol of the path defines."""
+def refusal(path: str, status: int, message: str, *, code: str | None = None) -> Response:
+    """Return the error in the form that the protocol of the path defines; an unknown path gets OpenAI's."""
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}.get(status)
-    content: dict[str, Any] = {"detail": message}
-    if path.startswith("/v1/"):
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-        code = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}.get(status)
-        content = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    elif path.startswith("/v2"):
-        content = {"error": message}
-    return JSONResponse(content, status, headers=headers)
+    message = message.encode(errors="backslashreplace").decode()  # half of a surrogate pair, as a client sent it
+    if path.startswith("/v2"):
+        return JSONResponse({"error": message}, status, headers=headers)
+    if path == "/" or path.startswith(OWN_PATHS):
+        return JSONResponse({"detail": message}, status, headers=headers)
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    code = code or {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}.get(status)
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return JSONResponse({"error": error}, status, headers=headers)
+
+
+def unknown_path(method: str, path: str) -> Response:
+    """Return the error for a path that the server lacks, with those that clients may have meant."""
+    cure = f"OpenAI's are {OPENAI_PATHS}"
+    if f" /v1{path}" in OPENAI_PATHS:
+        cure += f"; base_url must end in /v1, so that the path is /v1{path}"
+    return refusal(path, 404, f"this server has no {method} {path}: {cure}", code="not_found")
+
+
+def wrong_content_type(path: str, given: str | None) -> Response:
+    is_what = f"is {given}" if given else "is missing"
+    cure = "send Content-Type: application/json, and JSON in the body"
+    return refusal(path, 415 if given else 400, f"the request's Content-Type {is_what}: {cure}")
 
 
 class AccessTokens:
@@ -93,8 +118,11 @@ class AdmissionControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        app = self._refused(scope) or self.app
-        if scope["path"] in TEXT_PATHS or scope["path"].endswith("/infer"):
+        path = urlsplit(scope["path"]).path if scope["path"].startswith("http") else scope["path"]  # as to a proxy
+        path = "/" + "/".join(part for part in path.split("/") if part)  # //v1/models/ means /v1/models
+        scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
+        app = self._refused(scope) or self._with_body
+        if path in TEXT_PATHS or path.endswith("/infer"):
             return await self._counted(app, scope, receive, send)
         await app(scope, receive, send)
 
@@ -105,18 +133,45 @@ class AdmissionControl:
             if not self.tokens.accepts(header):
                 what = "this access token is not valid" if header else "this server requires an access token"
                 return refusal(path, 401, f"{what}: send the header 'Authorization: Bearer TOKEN'")
-        length = headers.get("content-length", "0")
-        if "transfer-encoding" in headers:
-            return refusal(path, 411, "send the body with a content-length instead of in chunks")
-        if int(length) > self.limits.max_body_bytes:
-            limit = f"at most {self.limits.max_body_bytes} are accepted (serving.max_body_bytes)"
-            return refusal(path, 413, f"the body has {length} bytes; {limit}")
+        if headers.get("content-encoding", "identity") != "identity":
+            return refusal(path, 415, f"the body is encoded by {headers['content-encoding']}: send it as it is")
+        if (length := int(headers.get("content-length", "0"))) > self.limits.max_body_bytes:
+            return self._too_large(path, f"{length} bytes")
         return None
 
+    def _too_large(self, path: str, size: str) -> Response:
+        limit = f"at most {self.limits.max_body_bytes} are accepted (serving.max_body_bytes)"
+        return refusal(path, 413, f"the body has {size}; {limit}")
+
+    async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, which may come in chunks, within serving.timeout_s; then handle the request."""
+        body, limits = bytearray(), self.limits
+        try:
+            async with asyncio.timeout(limits.timeout_s):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > limits.max_body_bytes:
+                        return await self._too_large(scope["path"], f"{len(body)} bytes or more")(scope, receive, send)
+        except TimeoutError:
+            came = f"only {len(body)} bytes of the body came within {limits.timeout_s:g} s (serving.timeout_s)"
+            return await refusal(scope["path"], 408, f"{came}: send it at once")(scope, receive, send)
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def receive_whole() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self.app(scope, receive_whole, send)
+
     async def _counted(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count a request. Its handler may set another code or version in scope["request_outcome"]."""
-        start, served = time.perf_counter(), self.follower.served
-        outcome = scope["request_outcome"] = {"code": 0, "model": served.name, "version": served.version}
+        """Count a request: with its version if a model was asked, so that a roll-out's watch sees no others."""
+        start = time.perf_counter()
+        outcome: dict[str, Any] = {"code": 0, "version": ""}
+        OUTCOME.set(outcome)
 
         async def send_and_note_status(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -131,6 +186,7 @@ class AdmissionControl:
             raise
         finally:
             self.metrics.in_flight.dec()
-            labels = str(outcome["model"]), str(outcome["version"])
+            labels = self.follower.served.name, str(outcome["version"])
             self.metrics.requests.labels(*labels, str(outcome["code"] or 499)).inc()
-            self.metrics.seconds.labels(*labels).observe(time.perf_counter() - start)
+            if outcome["code"] == HTTPStatus.OK:
+                self.metrics.seconds.labels(*labels).observe(time.perf_counter() - start)

@@ -14,12 +14,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextStream, decode
 from tasks.serving.alias_follower import AliasFollower, ServedVersion
 from tasks.serving.completions import Completion, Prompt, TextService, unless_disconnected
-from tasks.serving.middleware import Refused, refusal
+from tasks.serving.middleware import OUTCOME, Refused, refusal
 from tasks.serving.openai_replies import ChatReply, CompletionReply, Placed, TokenOffsets, usage
 from tasks.serving.openai_requests import ChatRequest, CompletionRequest, Message, SamplingBody
+
+DEVELOPER = "developer"  # OpenAI's newer name of the role system
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(follower.served)]}
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         _check_model(name, follower)
         return _model(follower.served)
@@ -60,7 +63,6 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
         stack = AsyncExitStack()
         try:
             served = stack.enter_context(follower.current())
-            request.scope["request_outcome"]["version"] = served.version
             if isinstance(body, ChatRequest):  # in a thread, because a long chat takes long to tokenize
                 asked = await asyncio.to_thread(_chat, body, served, text)
             else:
@@ -68,8 +70,10 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
             if not body.stream:
                 return await unless_disconnected(request, _whole(asked, served, text))
             # The first stream opens before the reply starts, so that a refusal has its own status.
-            events = CompletionEvents(asked, served, text, outcome=request.scope["request_outcome"])
-            events.first = await stack.enter_async_context(text.stream(served, *asked.texts[0]))
+            events = CompletionEvents(asked, served, text)
+            stack.push_async_exit(events.first_slot)
+            first = events.first_slot.enter_async_context(text.stream(served, *asked.texts[0]))
+            events.streams[0] = await unless_disconnected(request, first)
             return EventStream(events.lines(), stack.pop_all())
         finally:
             await stack.aclose()
@@ -92,6 +96,9 @@ def _completion(body: CompletionRequest, served: ServedVersion) -> Asked:
 
 def _chat(body: ChatRequest, served: ServedVersion, text: TextService) -> Asked:
     prompt = chat_prompt(served, body.messages, text)
+    if len(prompt) > served.engine.context:
+        limit = f"{served.name} version {served.version} sees {served.engine.context}"
+        raise Refused(400, f"the chat has {len(prompt)} tokens and {limit}: leave out its older messages, or send less")
     new_tokens = body.max_completion_tokens or body.max_tokens
     if new_tokens is None:  # as many as the context has room for
         left = served.engine.context - len(prompt)
@@ -106,9 +113,11 @@ def chat_prompt(served: ServedVersion, messages: Sequence[Message], text: TextSe
     """
     encoder = served.engine.encoder
     try:
-        rendered, guard = served.chat_template.render_guarded(
-            [message.for_template() for message in messages], encoder.special_pattern
-        )
+        template = served.chat_template
+        asked = [message.for_template() for message in messages]
+        if DEVELOPER not in template.source:
+            asked = [each | {"role": "system"} if each["role"] == DEVELOPER else each for each in asked]
+        rendered, guard = template.render_guarded(asked, encoder.special_pattern)
         text.check_prompt(rendered.replace(guard, ""))
         return encoder.encode_chat(rendered, guard=guard) or [served.engine.end_id]
     except LookupError as error:
@@ -163,18 +172,21 @@ def _text(served: ServedVersion, prompt: Prompt) -> str:
 class CompletionEvents:
     """The texts of one request as server-sent events, in the order in which their pieces are generated."""
 
-    def __init__(self, asked: Asked, served: ServedVersion, text: TextService, *, outcome: dict[str, Any]) -> None:
-        self.asked, self.served, self.text, self.outcome = asked, served, text, outcome
+    def __init__(self, asked: Asked, served: ServedVersion, text: TextService) -> None:
+        self.asked, self.served, self.text, self.turns = asked, served, text, text.turns()
         for prompt, sampling in asked.texts:
             text.check(prompt, sampling)
-        self.first: TextStream | None = None  # the stream of the first text, if it is open already
+        self.first_slot = AsyncExitStack()  # holds the stream of the first text, which opens before the reply starts
         self.streams: dict[int, TextStream] = {}
         self.pieces: asyncio.Queue[tuple[int, str | Exception | None]] = asyncio.Queue()  # None: that text is complete
         self.lengths = [0] * len(asked.texts)  # characters that were sent
         self.offsets: dict[int, TokenOffsets] = {}
         if asked.shows_logprobs:
             tokenizer = served.engine.tokenizer
-            before = [served.engine.encoder.encode(prompt) for prompt, _ in asked.texts]
+            try:
+                before = [served.engine.encoder.encode(prompt) for prompt, _ in asked.texts]
+            except ValueError as error:
+                raise Refused(400, str(error)) from None
             self.offsets = {index: TokenOffsets(tokenizer, ids) for index, ids in enumerate(before)}
 
     async def lines(self) -> AsyncIterator[bytes]:
@@ -190,11 +202,11 @@ class CompletionEvents:
                 yield _event(reply.part([], usage=usage(*counts, per_prompt=body.num_candidates)))
             yield b"data: [DONE]\n\n"
         except Exception as error:  # the status is sent already, so the client gets the error as an event
-            status = error.status if isinstance(error, Refused) else 500
-            self.outcome["code"] = status
+            status = error.status if isinstance(error, Refused) else 503 if isinstance(error, EngineDied) else 500
+            OUTCOME.get()["code"] = status
             yield b"data: " + bytes(refusal("/v1/", status, str(error)).body) + b"\n\n"
         except (asyncio.CancelledError, GeneratorExit):
-            self.outcome["code"] = 499
+            OUTCOME.get()["code"] = 499
             raise
         finally:
             for task in writing:
@@ -233,11 +245,11 @@ class CompletionEvents:
             self.pieces.put_nowait((index, piece))
 
         try:
-            if index == 0 and self.first:
-                self.streams[index] = self.first
-                await self.text.pump(self.first, put)
+            if index == 0:
+                async with self.first_slot:  # free at the end of the text, even if its reader is not there yet
+                    await self.text.pump(self.streams[0], put)
             else:
-                async with self.text.stream(self.served, *self.asked.texts[index], admitted=True) as stream:
+                async with self.text.stream(self.served, *self.asked.texts[index], turns=self.turns) as stream:
                     self.streams[index] = stream
                     await self.text.pump(stream, put)
             self.pieces.put_nowait((index, None))

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from tasks.serving.completions import Prompt
 from tasks.serving.middleware import Refused
@@ -19,6 +19,9 @@ MAX_CHOICES = 128  # per request, over all its prompts
 MAX_TOP_LOGPROBS = 20
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # for bills and statistics
 NO_TOOLS = "the server calls no tools: describe them in a message, and constrain the reply by response_format"
+TOOL_FIELDS = {"tool_calls", "tool_call_id", "function_call"}
+# Fields of replies that clients send back with a message, and that no model sees: OpenAI's, litellm's, vLLM's.
+ABOUT_REPLIES = {"annotations", "provider_specific_fields", "reasoning_content", "reasoning", "thinking_blocks"}
 ONLY_TEXT = "the models read and write text only"
 NOTHING_KEPT = "the server keeps neither replies nor prompts"
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -30,7 +33,8 @@ class _Part(BaseModel):
 
 
 class StreamOptions(_Part):
-    include_usage: bool = False
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = None  # accepted: no padding hides the length of pieces from who sees the wire
 
 
 class JsonSchema(_Part):
@@ -149,7 +153,7 @@ class SamplingBody(BaseModel):
 class CompletionRequest(SamplingBody):
     refused: ClassVar = {"suffix": ("the models continue texts, they do not fill gaps in them", ("",))}
 
-    prompt: str | list[int] | list[str] | list[list[int]] = ""  # a document begins
+    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]] = ""  # a document begins
     max_tokens: int | None = Field(
         16, ge=0, description="0: generate nothing, only echo the prompt with its log-probabilities."
     )
@@ -193,13 +197,29 @@ class TextPart(_Part):
     text: str
 
 
-class Message(_Part):
+class Message(BaseModel):
+    """A message of a chat. A reply of the server, or of another one, may be sent back as it came."""
+
+    model_config = ConfigDict(extra="allow")
+
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _only_what_is_read(self) -> Message:
+        for name, value in (self.model_extra or {}).items():
+            if value and name not in ABOUT_REPLIES:
+                why = NO_TOOLS if name in TOOL_FIELDS else ONLY_TEXT if name == "audio" else "leave it out"
+                raise ValueError(f"{name} is not a field of a message here: {why}")
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"the content of a message of role {self.role!r} is missing: send a text")
+        return self
 
     def for_template(self) -> dict[str, str]:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content if self.content is not None else self.refusal or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 

@@ -17,6 +17,7 @@ import uvicorn
 
 from tasks.serving.alias_follower import AliasFollower, ServedVersion
 from tasks.serving.app import build_app
+from tasks.serving.connections import uvicorn_config
 from tasks.serving.listener import listen, print_address, url_of
 from tasks.serving.server_record import ServerRecord, published
 from tasks.workspace.processes import process_key
@@ -90,5 +91,6 @@ def follow_and_serve(
             stack.enter_context(published(record_path, record.model_copy(update={"model": served.name})))
         announce(served)
         drain_s = math.ceil(config.serving.drain_s)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=drain_s))
-        server.run(list(listeners))
+        limits = config.serving
+        settings = uvicorn_config(app, keep_alive_s=limits.keep_alive_s, timeout_s=limits.timeout_s, drain_s=drain_s)
+        uvicorn.Server(settings).run(list(listeners))

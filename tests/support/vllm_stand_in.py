@@ -90,9 +90,15 @@ class Handler(BaseHTTPRequestHandler):
         limit, needed = self.server.options.max_model_len, len(body["prompt"]) + max(1, body["max_tokens"])
         if needed > limit:
             return self.refuse(f"This model's maximum context length is {limit} tokens, not {needed}")
+        if not body["prompt"]:
+            return self.refuse("Either prompt or prompt_embeds must be provided and non-empty.")
+        if body["temperature"] > 2:
+            return self.refuse(f"temperature must be at most 2, got {body['temperature']}.")
         try:
             texts = self.echoed(body) if body.get("echo") else self.made(body)
         except ValueError as error:
+            if "structured_outputs" in body:  # vLLM compiles a grammar after it has sent the status
+                return self.send_refusal(str(error))
             return self.refuse(str(error))
         if body["stream"]:
             self.send_events(texts)
@@ -132,11 +138,20 @@ class Handler(BaseHTTPRequestHandler):
             if reason:
                 return
 
-    def send_events(self, choices: Iterator[dict[str, Any]]) -> None:
+    def send_refusal(self, message: str) -> None:
+        self.begin_events()
+        self.send_event(json.dumps({"error": {"message": message, "type": "BadRequestError", "code": 400}}))
+        self.send_event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def begin_events(self) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+
+    def send_events(self, choices: Iterator[dict[str, Any]]) -> None:
+        self.begin_events()
         try:
             for choice in choices:
                 self.send_event(json.dumps({"object": "text_completion", "choices": [choice]}))
@@ -191,6 +206,8 @@ def main() -> None:
     options = parser.parse_args()
     json.loads(options.structured_outputs_config)
     note({"pid": os.getpid(), "command": sys.argv[1:], "environment": dict(os.environ)})
+    if options.dtype == "auto":
+        print("INFO 01-01 00:00:00 [model.py:1] Downcasting torch.float32 to torch.bfloat16.", flush=True)
     if FAILS in os.environ:
         sys.exit(f"RuntimeError: {os.environ[FAILS]}")
     Server(options).serve_forever()

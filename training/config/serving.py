@@ -65,6 +65,14 @@ class ServingConfig(Section):
     max_prompt_chars: int = Field(100_000, ge=1, description="Maximum length of a prompt, in characters.")
     max_body_bytes: int = Field(1_000_000, ge=1000, description="Maximum size of a request body, in bytes.")
     timeout_s: float = Field(120, gt=0, description="Seconds after which a request that is still running is ended.")
+    keep_alive_s: float = Field(
+        75, gt=0, description="Seconds that an idle connection stays open for a client's next request."
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        description="Origins whose web pages may call this server from a browser, such as https://example.org; "
+        '"*" means all. Empty means none.',
+    )
     drain_s: float = Field(30, ge=0, description="Seconds to let running requests finish after SIGTERM.")
     poll_s: float = Field(5, gt=0, description="Seconds between checks of the alias.")
     token_file: str = Field(

@@ -48,8 +48,9 @@ class ChatTemplate:
         """Return the text of the messages. Raises ValueError if the template refuses them."""
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
-        except TemplateError as error:
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from None
+        except Exception as error:  # a template may raise anything
+            why = str(error) or type(error).__name__
+            raise ValueError(f"the model's chat template refuses these messages: {why[:1000]}") from None
 
     def render_guarded(self, messages: list[dict[str, str]], special_tokens: re.Pattern[str]) -> tuple[str, str]:
         """Return the text of the messages, and the character that stands in it before each one of a special token that

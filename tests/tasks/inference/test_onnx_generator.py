@@ -58,6 +58,7 @@ def test_greedy_text_is_what_transformers_generates(generator: TextGenerator, ex
     text = generator.generate(PROMPT, new_tokens=20, temperature=0)
     assert text
     assert text == tokenizer.decode(ids, skip_special_tokens=True)
+    assert generator.generate(PROMPT, new_tokens=20, temperature=1e-320) == text, "no division by it overflows"
 
 
 def test_equal_seeds_give_equal_text_and_others_do_not(generator: TextGenerator) -> None:

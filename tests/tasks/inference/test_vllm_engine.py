@@ -96,6 +96,26 @@ def test_a_full_context_goes_on_and_what_cannot_is_refused(engine: VllmEngine, l
     with pytest.raises(ValueError, match="32 tokens cannot be scored: vLLM takes 31"):
         engine.score([5] * 32)
     assert engine.stream("x", new_tokens=0).read() == ""
+    with pytest.raises(ValueError, match=r"temperature = 2\.5: vLLM takes 2 at most"):
+        engine.stream("x", temperature=2.5)
+    assert engine.score([], top=1) == [], "vLLM takes no empty prompt"
+
+
+def test_a_grammar_that_vllm_refuses_after_its_status_200_is_the_clients_mistake(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, log: Path
+) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(engine.grammars, "matcher", lambda grammar: None)  # another version of it may accept more
+    with pytest.raises(ValueError, match="vLLM refuses the request: text cannot be constrained by this regex"):
+        engine.stream("x", new_tokens=3, grammar={"regex": "(("})
+    assert engine.ready
+    assert engine.stream("x", new_tokens=3, temperature=0, grammar={"regex": "a{9}"}).read() == "aaa"
+
+
+def test_it_says_the_precision_that_vllm_chose(log: Path, exported_run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_engine(exported_run / "export", VLLM).close()
+    assert "precision: bfloat16 (vLLM's choice; the export's weights are float32)" in caplog.text
+    assert "set inference.precision=fp32" in caplog.text
 
 
 def test_it_is_cancelled_started_again_once_and_ended(engine: VllmEngine, log: Path) -> None:

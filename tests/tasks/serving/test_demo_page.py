@@ -66,3 +66,38 @@ def test_a_first_version_has_none_before_it(champion: Store) -> None:
     with server(champion) as (client, _):
         reply = client.post("/previous/generate", json={"prompt": "x"})
         assert (reply.status_code, reply.json()["detail"]) == (404, "tiny/1 did not replace another version")
+
+
+def test_a_model_that_can_chat_is_talked_to(store: Store, tmp_path: Path) -> None:
+    from playwright.sync_api import expect, sync_playwright
+
+    run = store.finished_run("one", loss=3.0)
+    (run / "export" / "chat_template.jinja").write_text("{% for each in messages %}{{ each.content }}\n{% endfor %}")
+    register_model(run, tracking_uri=store.uri)
+    with server(store) as (client, _), sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] * (os.getuid() == 0))
+        page = browser.new_page(viewport={"width": 1100, "height": 560})
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(str(client.base_url))
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+        page.get_by_label("new tokens").fill("4")
+        said = page.locator("#chat p")
+        for turn in (1, 2):
+            page.get_by_label("prompt").fill("<b>&")
+            page.get_by_role("button", name="Send").click()
+            expect(said).to_have_count(2 * turn)
+        assert said.nth(2).text_content() == "<b>&"  # text, not markup
+        page.screenshot(path=tmp_path / "chat.png")
+        page.get_by_label("prompt").fill("x" * 40)
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#chat small")).to_have_text(
+            re.compile("the chat has .* tokens and tiny version 1 sees 32")
+        )
+        page.get_by_role("button", name="New conversation").click()
+        expect(said).to_have_count(0)
+        page.get_by_role("checkbox", name="conversation").uncheck()
+        page.get_by_role("button", name="Generate").click()
+        expect(page.locator("#current small")).to_have_text(re.compile("version 1"))
+        assert wrong == []
+        browser.close()

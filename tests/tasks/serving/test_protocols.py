@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import httpx
@@ -111,7 +112,58 @@ def kserve_client(address: str, generator: TextGenerator) -> None:
         client.infer("tiny", [given], model_version="2")
     with pytest.raises(InferenceServerException, match=r"parameters.temperature: Input should be"):
         client.infer("tiny", [given], parameters={"temperature": -1})
-    url = f"{address}/v2/models/tiny/infer"
-    for body in (b"", b"{}", b'{"inputs": []}', b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1]}]}'):
-        reply = httpx.post(url, content=body)
-        assert (reply.status_code, "one BYTES tensor" in reply.json()["error"]) == (400, True)
+    malformed_bodies(f"{address}/v2/models/tiny/infer")
+
+
+def malformed_bodies(url: str) -> None:
+    """Each is a client's mistake, and none becomes a prompt."""
+    tensor = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["x"]}
+    binary = {"name": "prompt", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 5}}
+    bodies = [
+        *(None, [], 7, "x", {}, {"inputs": None}, {"inputs": []}, {"inputs": {}}, {"inputs": [None]}),
+        *({"inputs": [tensor, tensor]}, {"inputs": [tensor], "parameters": []}, {"inputs": [tensor], "id": 7}),
+        *({"inputs": [tensor], "outputs": value} for value in ([7], ["text"], [{"name": "x"}], {"name": "text"})),
+        {"inputs": [tensor], "outputs": [{"name": "text", "parameters": {"binary_data": "yes"}}]},
+        {"inputs": [tensor], "parameters": {"binary_data_output": 1}},
+        *(
+            {"inputs": [tensor], "parameters": {name: value}}
+            for name in ("new_tokens", "seed")
+            for value in (True, "1", 1.5)
+        ),
+        {"inputs": [binary | {"data": ["x"]}]},
+        *({"inputs": [tensor | {"name": "x"}]}, {"inputs": [tensor | {"datatype": "FP32"}]}),
+        *(
+            {"inputs": [tensor | {"shape": shape}]}
+            for shape in (None, 1, [], [2], [-1], ["1"], [1.0], [True], [10**30], [0])
+        ),
+        *(
+            {"inputs": [tensor | {"data": data}]}
+            for data in (None, "x", [7], [7.5], [True], [None], [["x"], "x"], [[["x"]]], {})
+        ),
+        *(
+            {"inputs": [tensor | {"parameters": given}]}
+            for given in (7, {"binary_data_size": "5"}, {"binary_data_size": -1})
+        ),
+    ]
+    for body in bodies:
+        reply = httpx.post(url, json=body)
+        told = "must have one BYTES tensor named `prompt`" in reply.json().get("error", "")
+        assert (reply.status_code, told) == (400, True), f"{body}: {reply.text}"
+    head = json.dumps({"inputs": [binary], "parameters": {"new_tokens": 2}}).encode()
+    for header, content in (
+        ("x", head),
+        ("-1", head),
+        ("9999999", head),
+        (str(len(head)), head + b"\1\0\0\0"),
+        (str(len(head)), head + b"\2\0\0\0x"),
+        (str(len(head)), head + b"\1\0\0\0x!"),
+        (str(len(head)), head + b"\1\0\0\0\xff"),
+    ):
+        reply = httpx.post(url, content=content, headers={"Inference-Header-Content-Length": header})
+        assert reply.status_code == 400, f"{header}, {content[len(head) :]!r}: {reply.text}"
+    whole = head + b"\1\0\0\0x"
+    assert (
+        httpx.post(url, content=whole, headers={"Inference-Header-Content-Length": str(len(head))}).status_code == 200
+    )
+    for raw in (b"", b"{", b"\xff", b"[" * 100_000, b'{"inputs": "\\ud800"}'):
+        assert httpx.post(url, content=raw).status_code == 400

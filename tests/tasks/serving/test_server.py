@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -45,7 +46,7 @@ def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order
         assert reply.json()["text"] == generator.generate(**body)  # type: ignore[arg-type]
         assert (reply.json()["model"], reply.json()["version"]) == ("tiny", 1)
         assert "<textarea" in client.get("/").text
-        assert client.get("/example").json() == {"prompt": "", "previous": None}
+        assert client.get("/example").json() == {"prompt": "", "previous": None, "chat": False, "model": "tiny"}
 
         refused = {
             "new_tokens: Input should be greater than or equal to 1": {"prompt": "x", "new_tokens": 0},
@@ -58,8 +59,9 @@ def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order
             assert (reply.status_code, reply.json()["detail"]) == (422, message)
         too_long = client.post("/generate", content=b" " * 1_000_001)
         assert (too_long.status_code, "at most 1000000 are accepted" in too_long.json()["detail"]) == (413, True)
-        assert client.post("/generate", content=iter([b"{}"])).status_code == 411
-        assert client.post("/generate", content=b"{").status_code == 422
+        as_json = {"Content-Type": "application/json"}
+        assert client.post("/generate", content=iter([json.dumps(body).encode()]), headers=as_json).status_code == 200
+        assert client.post("/generate", content=b"{", headers=as_json).status_code == 422
 
         [record] = map(ServerRecord.read, (champion.folder / "servers").glob("*.json"))
         assert (record.url, record.ref, record.model) == (str(client.base_url), "tiny@champion", "tiny")
@@ -106,7 +108,7 @@ def test_limits_and_tokens_are_kept_and_requests_counted(champion: Store) -> Non
         assert counts == {"200": 2, "400": 2, "401": 3, "413": 1}
         assert figures["shardline_generated_tokens_total", ""] == 6
         assert figures["shardline_prompt_tokens_total", ""] == 2
-        assert figures["shardline_request_seconds_count", ""] == 8
+        assert figures["shardline_request_seconds_count", ""] == 2
         assert figures["shardline_served_version", ""] == 1
         assert figures["shardline_requests_in_flight", ""] == 0
         process.kill()

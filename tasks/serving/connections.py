@@ -1,0 +1,99 @@
+"""Bounds on the server's connections: their number, the time of a request's head, and of a reader that stalls.
+
+Uvicorn bounds only the time between two requests (timeout_keep_alive). The bounds are those of nginx: a new connection
+takes the place of an idle one (worker_connections), a head has a time limit (client_header_timeout), and so has a write
+(send_timeout).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from pathlib import Path
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_S = 30.0  # seconds from a connection's start, or the first byte of its next request, to the end of the head
+MAX_FILES = 65_536
+MAX_CONNECTIONS = 16_384
+BACKLOG = 128  # asyncio accepts one more than so many at once, before any of them can be refused
+RESERVED_FILES = 2 * (BACKLOG + 1) + 64  # for those of two sockets, and for models, MLflow and logs
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+def max_connections() -> int:
+    """Raise this process's limit of open files as far as it may, and return how many connections fit below it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = max(soft, min(hard if hard != resource.RLIM_INFINITY else MAX_FILES, MAX_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    opened = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").is_dir() else RESERVED_FILES
+    return max(16, min(MAX_CONNECTIONS, files - opened - RESERVED_FILES))
+
+
+def uvicorn_config(app: object, *, keep_alive_s: float, timeout_s: float, drain_s: int) -> uvicorn.Config:
+    """Return uvicorn's settings. `timeout_s`: seconds that a client may not read while a reply waits for it."""
+    limits = {"limit": max_connections(), "stalled_s": timeout_s, "keep_alive_s": keep_alive_s}
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=type("BoundedProtocol", (BoundedProtocol,), limits),
+        ws="none",
+        backlog=BACKLOG,
+        log_level="error",  # its warnings are about what clients send, a line each
+        access_log=False,
+        timeout_graceful_shutdown=drain_s,
+    )
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection of a client."""
+
+    limit: int
+    stalled_s: float
+    keep_alive_s: float
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive = self.keep_alive_s  # type: ignore[assignment]  # uvicorn's is typed as whole seconds
+        self._head: asyncio.TimerHandle | None = self.loop.call_later(HEAD_S, transport.abort)
+        self._stalled: asyncio.TimerHandle | None = None
+        self._used_at = self.loop.time()
+        if len(self.connections) > self.limit:
+            self._make_room()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _make_room(self) -> None:
+        """Close the connection that has been idle for the longest time; if none is idle, this one, with status 503."""
+        others = [each for each in self.connections if each is not self and isinstance(each, BoundedProtocol)]
+        idle = [each for each in others if each._is_idle]
+        if idle:
+            return min(idle, key=lambda each: each._used_at).transport.abort()
+        self.transport.write(BUSY)
+        self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._used_at = self.loop.time()
+        if self._is_idle and self._head is None:
+            self._head = self.loop.call_later(HEAD_S, self.transport.abort)
+        super().data_received(data)
+        if self._head and not self._is_idle:
+            self._head.cancel()
+            self._head = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.stalled_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled:
+            self._stalled.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._head, self._stalled):
+            if timer:
+                timer.cancel()
+        super().connection_lost(exc)

@@ -1,0 +1,325 @@
+"""Requests as strangers, other servers' clients and attackers send them, to a real server: none is a 500 or a hang."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from tasks.promotion.register import register_model
+from tasks.promotion.servers import read_counts
+from tests.support.mlflow_store import Store
+from tests.support.serving import server
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow  # 20 s: one server for all, and one with few files
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}{{ message.role[0] }}{{ message.content }}\n{% endfor %}"
+)
+LIMITS: dict[str, Any] = {
+    "max_new_tokens": 100_000,
+    "max_concurrent": 2,
+    "max_waiting": 2,
+    "timeout_s": 60,
+    "cors_origins": ["https://page.example"],
+}
+
+
+@pytest.fixture(scope="module")
+def chatting(empty_store: Path, exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A registry whose champion has a chat template."""
+    from mlflow.tracking import MlflowClient
+
+    folder = tmp_path_factory.mktemp("chatting")
+    shutil.copy(empty_store, folder / "mlflow.db")
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    experiment = MlflowClient(uri).create_experiment("tests", artifact_location=(folder / "artifacts").as_uri())
+    store = Store(uri=uri, folder=folder, experiment_id=experiment, exported=exported_run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDLINE_HOME", str(folder))
+        run = store.finished_run("one", loss=3.0)
+        (run / "export" / "chat_template.jinja").write_text(TEMPLATE)
+        register_model(run, tracking_uri=store.uri)
+        yield store
+
+
+@pytest.fixture(scope="module")
+def client(chatting: Store) -> Iterator[httpx.Client]:
+    with server(chatting, **LIMITS) as (client, _):
+        yield client
+
+
+def completion(client: httpx.Client, **fields: Any) -> httpx.Response:
+    return client.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2, **fields})
+
+
+def chat(client: httpx.Client, *messages: dict[str, Any], **fields: Any) -> httpx.Response:
+    return client.post("/v1/chat/completions", json={"model": "tiny", "max_tokens": 2, "messages": messages, **fields})
+
+
+def raw(client: httpx.Client, *parts: bytes) -> bytes:
+    """Send bytes as they are, in so many packets; return the reply up to its end or 10 s of silence."""
+    address = urlsplit(str(client.base_url))
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+        reply = b""
+        while piece := connection.recv(65536):
+            reply += piece
+            head, _, body = reply.partition(b"\r\n\r\n")
+            lengths = [int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            if lengths and len(body) >= lengths[0]:
+                break
+    return reply
+
+
+def test_errors_have_the_form_of_the_protocol_and_say_the_cure(client: httpx.Client) -> None:
+    as_json = {"Content-Type": "application/json"}
+    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2}).encode()
+    for says, status, reply in (
+        ("the path is /v1/chat/completions", 404, client.post("/chat/completions", json={})),
+        ("OpenAI's are POST /v1/chat/completions", 404, client.post("/v1/responses", json={})),
+        ("takes POST, not GET", 405, client.get("/v1/completions")),
+        ("send Content-Type: application/json", 400, client.post("/v1/completions", content=body)),
+        (
+            "is text/plain: send",
+            415,
+            client.post("/v1/completions", content=body, headers={"Content-Type": "text/plain"}),
+        ),
+        (
+            "not JSON: Expecting value at character 10",
+            400,
+            client.post("/v1/completions", content=b'{"model": ', headers=as_json),
+        ),
+        (
+            "body cannot be read",
+            400,
+            client.post("/v1/completions", content=b"[" * 100_000, headers=as_json),
+        ),
+        (
+            "body cannot be read",
+            400,
+            client.post("/v1/completions", content=b'{"model": "\xff"}', headers=as_json),
+        ),
+        ("at most 1000000", 413, client.post("/v1/completions", content=b" " * 1_000_001, headers=as_json)),
+        ("at most 1000000", 413, client.post("/v1/completions", content=iter([b" " * 1_000_001]), headers=as_json)),
+        (
+            "send it as it is",
+            415,
+            client.post("/v1/completions", content=body, headers=as_json | {"Content-Encoding": "gzip"}),
+        ),
+        ("sees 32", 400, chat(client, {"role": "user", "content": "hello " * 9000})),
+        ("takes more than 2 s", 400, chat(client, {"role": "loop", "content": "x"})),
+        ("1 to 128", 400, completion(client, prompt=[])),
+    ):
+        assert reply.status_code == status, reply.text
+        assert says in reply.json()["error"]["message"]
+    assert client.head("/health").status_code == 200
+    assert client.head("/health").content == b""
+    assert client.post("/generate", content=b"{}").json()["detail"].startswith("the request's Content-Type is missing")
+
+
+def test_a_page_of_an_origin_that_is_named_may_call_it(client: httpx.Client) -> None:
+    for origin, allowed in (("https://page.example", "https://page.example"), ("https://other.example", None)):
+        asking = {
+            "Origin": origin,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "content-type",
+        }
+        assert client.options("/v1/completions", headers=asking).headers.get("access-control-allow-origin") == allowed
+
+
+def test_a_reply_can_be_sent_back(client: httpx.Client) -> None:
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="any", max_retries=0) as by_openai:
+        messages: list[Any] = [{"role": "user", "content": "a"}]
+        for _ in range(2):
+            said = by_openai.chat.completions.create(model="tiny", messages=messages, max_tokens=2, temperature=0)
+            messages += [said.choices[0].message, {"role": "user", "content": "b"}]
+    user, text = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    for name, message in {
+        "all fields of openai's": text
+        | {"refusal": None, "tool_calls": None, "function_call": None, "annotations": [], "audio": None},
+        "langchain's": text | {"name": None},
+        "litellm's": text | {"tool_calls": None, "function_call": None, "provider_specific_fields": {"refusal": None}},
+        "no content": {"role": "assistant", "content": None},
+        "a refusal": {"role": "assistant", "content": None, "refusal": "no"},
+        "parts": {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+        "of a model that thinks": text | {"reasoning_content": "hm"},
+    }.items():
+        assert chat(client, user, message, user).status_code == 200, name
+    for says, message in {
+        "calls no tools": text
+        | {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}]},
+        "color is not a field": text | {"color": "red"},
+        "content of a message of role 'user' is missing": {"role": "user"},
+    }.items():
+        refused = chat(client, user, message)
+        assert (refused.status_code, says in refused.text) == (400, True), refused.text
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert completion(client, stream=True, stream_options=options).status_code == 200
+
+
+def test_what_reports_of_other_servers_tell(client: httpx.Client) -> None:
+    """(fields, status) as in reports of vLLM's, llama.cpp's and TGI's servers."""
+    before, right = read_counts(client.get("/metrics").text, version=1), 0
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(300):
+        schema = {"type": "array", "items": schema}
+    for fields, status in (
+        ({"stop": "x"}, 200),
+        ({"stop": []}, 200),
+        ({"stop": None}, 200),
+        ({"stop": ""}, 400),
+        ({"stop": ["a", ""]}, 400),
+        ({"logit_bias": {"97": 1}}, 200),
+        ({"logit_bias": {"a": 1}}, 400),
+        ({"logit_bias": None}, 200),
+        ({"max_tokens": None}, 200),
+        ({"max_tokens": 0}, 200),
+        ({"max_tokens": -1}, 400),
+        ({"max_tokens": 10**30}, 400),
+        ({"max_tokens": "2"}, 200),
+        ({"max_tokens": 1.5}, 400),
+        ({"seed": -1}, 200),
+        ({"seed": 10**30}, 400),
+        ({"temperature": 1e-320}, 200),
+        ({"temperature": "NaN"}, 400),
+        ({"top_p": 0}, 400),
+        ({"n": 0}, 400),
+        ({"n": 2, "stream": True, "stream_options": {"include_usage": True}}, 200),
+        ({"user": "me", "metadata": {"a": "\ud800"}}, 200),
+        ({"\ud800": 1}, 400),
+        ({"prompt": "a\0b"}, 200),
+        ({"prompt": "", "echo": True, "logprobs": 1}, 200),
+        ({"prompt": [], "n": 1}, 400),
+        ({"prompt": [[]]}, 200),
+        ({"prompt": [-1]}, 400),
+        ({"prompt": [True]}, 400),
+        ({"prompt": [[5], [999]], "logprobs": 1, "stream": True}, 400),
+        ({"prompt": None}, 400),
+        ({"model": "org/other"}, 404),
+        ({"model": "\U0001f600"}, 404),
+        ({"response_format": {"type": "text"}}, 200),
+        ({"response_format": {"type": "json_schema"}}, 400),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}, 400),
+        ({"structured_outputs": {"json": {"const": "\ud800"}}}, 400),
+        ({"structured_outputs": {"json": {"const": 10**400}}}, 400),
+        ({"structured_outputs": {"regex": "a" * 300_000}}, 400),
+        ({"structured_outputs": {"regex": "("}, "stream": True}, 400),
+    ):
+        body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2, **fields}).encode()
+        reply = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert reply.status_code == status, f"{str(fields)[:200]}: {reply.text[:300]}"
+        right += status == 200
+    since = read_counts(client.get("/metrics").text, version=1).since(before)
+    assert (since.requests, since.failed) == (right, 0), "what a roll-out's watch counts: no client's mistake"
+    assert chat(client, {"role": "developer", "content": "a"}, {"role": "tool", "content": "b"}).status_code == 200
+    assert chat(client).status_code == 400
+    assert client.get("/v1/models/tiny@champion").status_code == 200
+    assert client.get("/v1/models/org/other").status_code == 404
+
+
+def test_http_as_proxies_and_old_clients_speak_it(client: httpx.Client) -> None:
+    body = b'{"model": "tiny", "prompt": "x", "max_tokens": 2}'
+    head = b"Host: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    length = b"Content-Length: %d\r\n" % len(body)
+    for reply in (
+        raw(client, b"POST /v1/completions HTTP/1.0\r\n" + head + length + b"\r\n" + body),
+        raw(client, b"POST /v1/completions/ HTTP/1.1\r\n" + head + length + b"\r\n" + body),
+        raw(client, b"POST http://a/v1/completions HTTP/1.1\r\n" + head + length + b"\r\n" + body),
+        raw(client, b"POST //v1//completions HTTP/1.1\r\n" + head + length + b"\r\n" + body),
+        raw(client, b"POST /v1%2Fcompletions HTTP/1.1\r\n" + head + length + b"\r\n" + body),
+        raw(client, b"POST /v1/completions HTTP/1.1\r\n" + head + length + b"\r\n", body[:9], body[9:]),
+        raw(
+            client,
+            b"POST /v1/completions HTTP/1.1\r\n"
+            + head
+            + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body),
+        ),
+        raw(
+            client,
+            b"POST /v1/completions HTTP/1.1\r\n"
+            + head
+            + b"Content-Length: %d\r\n\r\n" % (len(body) + 3)
+            + b"\xef\xbb\xbf"
+            + body,
+        ),
+    ):
+        assert reply.startswith(b"HTTP/1.1 200 "), reply
+    waiting = raw(client, b"POST /v1/completions HTTP/1.1\r\nExpect: 100-continue\r\n" + head + length + b"\r\n", body)
+    assert waiting.startswith(b"HTTP/1.1 100 ")
+
+
+def test_a_batch_lets_others_in_and_a_grammar_is_compiled_once(client: httpx.Client) -> None:
+    pytest.importorskip("llguidance")
+    with ThreadPoolExecutor(8) as pool:
+        batch = pool.submit(completion, client, n=128, max_tokens=30)
+        until(lambda: " 1.0" in metric_line(client, "shardline_requests_in_flight"), "the batch runs", within_s=20)
+        statuses = [completion(client).status_code for _ in range(10)]
+        assert statuses == [200] * 10
+        assert batch.result().status_code == 200
+    held = {"structured_outputs": {"json": {"enum": [f"v{number}" for number in range(20_000)]}}}
+    began = time.monotonic()
+    assert completion(client, n=128, max_tokens=3, **held).status_code == 200
+    assert time.monotonic() - began < 30, "47 s and more, when each text compiled it"
+
+
+def metric_line(client: httpx.Client, name: str) -> str:
+    return next(line for line in client.get("/metrics").text.splitlines() if line.startswith(f"{name} "))
+
+
+def test_clients_that_leave_while_they_wait_or_do_not_read_hold_nothing(client: httpx.Client) -> None:
+    long = {"model": "tiny", "prompt": "x", "max_tokens": 90_000, "temperature": 0, "stream": True}
+    with (
+        client.stream("POST", "/v1/completions", json=long) as one,
+        client.stream("POST", "/v1/completions", json=long) as two,
+    ):
+        lines = one.iter_lines(), two.iter_lines()
+        assert all(next(each) for each in lines)
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=long, timeout=0.5)
+        until(lambda: " 2.0" in metric_line(client, "shardline_requests_in_flight"), "who left is gone", within_s=5)
+    until(lambda: " 0.0" in metric_line(client, "shardline_requests_in_flight"), "all are gone", within_s=20)
+
+
+def test_a_thousand_idle_connections_and_a_reader_that_stalls(chatting: Store) -> None:
+    """In a process of its own: at most 1,024 open files, as many systems allow."""
+    limits = {"max_new_tokens": 1_000_000, "max_concurrent": 1, "timeout_s": 3}
+    with server(chatting, files=1024, **limits) as (client, process):
+        address = urlsplit(str(client.base_url))
+        place = (address.hostname or "", address.port or 0)
+        idle = [socket.create_connection(place, timeout=10) for _ in range(1000)]
+        try:
+            assert completion(client).status_code == 200
+            slow = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            reply = raw(client, slow + b"Content-Length: 50\r\n\r\n{")
+            assert reply.startswith(b"HTTP/1.1 408 ")
+            assert b"only 1 bytes of the body came within 3 s" in reply
+            stalled = socket.create_connection(place, timeout=10)
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 900_000, "stream": True}).encode()
+            stalled.sendall(slow + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            until(lambda: " 1.0" in metric_line(client, "shardline_requests_in_flight"), "it runs", within_s=20)
+            assert completion(client).status_code in (200, 503), (
+                "within timeout_s the slot is free, or the wait is over"
+            )
+            until(lambda: " 0.0" in metric_line(client, "shardline_requests_in_flight"), "it ended", within_s=20)
+            assert completion(client).status_code == 200
+        finally:
+            for each in idle:
+                each.close()
+        process.kill()
+        output, _ = process.communicate(timeout=20)
+        assert len(output) < 10_000

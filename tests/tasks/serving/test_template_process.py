@@ -1,0 +1,44 @@
+"""A chat template that fails or fills memory is a refused chat, and the next chat is rendered.
+
+One that loops is in test_http_requests.py, because it takes seconds.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks.serving.template_process import BoundedTemplate
+
+TEMPLATE = (
+    "{% set text = messages[0].content %}"
+    "{% if text == 'divide' %}{{ 1 / 0 }}{% elif text == 'miss' %}{{ messages[7].content.x }}"
+    "{% elif text == 'fill' %}{{ 'x' * 10**10 }}{% elif text == 'write' %}{{ 'x' * 10**8 }}"
+    "{% else %}{{ text }}{{ eos_token }}{% endif %}"
+)
+
+
+def test_the_next_chat_is_rendered() -> None:
+    template = BoundedTemplate(TEMPLATE, {"eos_token": "</s>"})
+
+    def render(text: str) -> str:
+        return template.render([{"role": "user", "content": text}])
+
+    assert render("größer\n\U000f0000") == "größer\n\U000f0000</s>"
+    for text, says in (
+        ("divide", "refuses these messages: division by zero"),
+        ("miss", "refuses these messages: list object has no element 7"),
+        ("fill", "refuses these messages: MemoryError"),
+        ("write", "makes 100000000 characters of these messages"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            render(text)
+        assert render("x") == "x</s>"
+    assert template._process
+    template._process.kill()
+    template._process.wait()
+    with pytest.raises(ValueError, match="ended its process"):
+        render("x")
+    assert render("x") == "x</s>", "started again"
+    template.close()
+    with pytest.raises(ValueError, match="refuses these messages: unexpected 'end of template'"):
+        BoundedTemplate("{% for", {}).render([])
