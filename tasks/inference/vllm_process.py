@@ -50,20 +50,30 @@ OURS = ("VLLM_API_KEY", "PROMETHEUS_MULTIPROC_DIR", "MLFLOW_", "PREFECT_")
 
 
 def find_vllm(inference: InferenceConfig) -> str:
-    """Return the path of `vllm`. Raises ValueError, with the cure, if the program or a GPU is missing."""
+    """Return the path of `vllm`. Raises ValueError, with the cure, if the program or its devices are missing."""
     if not (program := shutil.which("vllm")):
         raise ValueError(
             "inference.engine = vllm: there is no program `vllm` on PATH. Install it in an environment of its own "
             "(`pip install vllm`; it needs other versions of torch than Shardline) and put its bin folder on PATH"
         )
+    if not is_for_gpus(program):
+        return program  # on a CPU, as its user built it
     if not (gpus := gpus_here()):
         raise ValueError(
             "inference.engine = vllm needs a GPU, and none is visible here (`nvidia-smi -L` lists them, "
-            "CUDA_VISIBLE_DEVICES hides them): on a CPU serve with inference.engine=onnx"
+            "CUDA_VISIBLE_DEVICES hides them): on a CPU serve with inference.engine=onnx, or install vLLM's CPU build"
         )
     if inference.degree > len(gpus):
         raise ValueError(f"inference.degree = {inference.degree}, but {len(gpus)} GPUs are visible: lower it")
     return program
+
+
+def is_for_gpus(program: str | None) -> bool:
+    """Return whether there is a vLLM and it computes on GPUs; the builds for CPUs have `cpu` in version or name."""
+    if not program:
+        return False
+    packages = Path(program).resolve().parents[1].glob("lib/python*/site-packages/vllm*.dist-info")
+    return not any("cpu" in folder.name for folder in packages)
 
 
 def command_for(program: str, export_dir: Path, inference: InferenceConfig, *, context: int, path: Path) -> list[str]:
