@@ -239,9 +239,9 @@ class VllmProcess:
         return has_ended() is None and answers()
 
     def error_in_log(self) -> str:
-        """Return the last error in vLLM's log, or its last lines."""
+        """Return the last error in vLLM's log that is not about another one, or its last lines."""
         lines = plain(self.log_path.read_text(errors="replace")).splitlines() if self.log_path.exists() else []
-        errors = [line.strip() for line in lines if "Error: " in line or "error: " in line]
+        errors = [line.strip() for line in lines if "rror: " in line and "root cause" not in line]
         return errors[-1] if errors else "\n".join(lines[-LAST_LINES:]) or "its log is empty"
 
 

@@ -161,7 +161,9 @@ def test_what_is_missing_is_said_with_the_cure(
     export = exported_run / "export"
     with pytest.raises(ValueError, match=r"inference\.degree = 4, but 2 GPUs are visible"):
         open_engine(export, InferenceConfig(engine="vllm", parallel="data", degree=4))
-    monkeypatch.setenv(FAILS, "CUDA out of memory")
+    monkeypatch.setenv(
+        FAILS, "CUDA out of memory\nRuntimeError: Engine core initialization failed. See root cause above."
+    )
     with pytest.raises(RuntimeError, match=r"vLLM did not start .exit code 1: RuntimeError: CUDA out of memory"):
         open_engine(export, VLLM)
     monkeypatch.setattr(vllm_process, "gpus_here", lambda: ())
