@@ -24,8 +24,8 @@ REQUIREMENTS
 named=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info
 mkdir -p "$named"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >"$named/METADATA"
-# The same program with nothing compiled, which takes minutes on a CPU.
+# The same program with nothing compiled, neither the model nor what log-probabilities need: that takes minutes on a CPU.
 mkdir $folder/eager
-printf '#!/bin/sh\nexec "%s" "$@" --enforce-eager\n' "$PWD/$folder/bin/vllm" >$folder/eager/vllm
+printf '#!/bin/sh\nTORCHDYNAMO_DISABLE=1 exec "%s" "$@" --enforce-eager\n' "$PWD/$folder/bin/vllm" >$folder/eager/vllm
 chmod +x $folder/eager/vllm
 touch $folder/done
