@@ -1,6 +1,6 @@
 """Runs `vllm serve` as a child process: reaches it over a Unix socket, restarts it once, and ends it with this process.
 
-This code follows the documentation of vLLM 0.30 and has not been run with vLLM itself:
+This code follows the documentation of vLLM 0.30 and was run with its build for CPUs 0.32.0, not on GPUs:
 - its options: https://docs.vllm.ai/en/v0.30.0/cli/serve/ (--uds, --structured-outputs-config and the others below)
 - its usage reports: https://docs.vllm.ai/en/latest/usage/usage_stats/ (VLLM_NO_USAGE_STATS)
 - why it has no API key: https://docs.vllm.ai/en/v0.28.0/serving/online_serving/openai_compatible_server/ says that
