@@ -6,12 +6,12 @@ There are two models: one as large as the quickstart's (4M parameters, trained f
 weights). A request has a prompt of about 20 tokens and asks for 64 more (32 with --quick), greedily. All servers of a
 model are started first and are idle while another one is measured; in each repetition they take turns, so that a busy
 machine affects all of them.
-The other servers are what one would use without Shardline: OpenVINO GenAI's continuous batching and CTranslate2 behind
-FastAPI, in fp32 and with int8 weights (`pip install 'shardline[benchmark]'`; those that are not installed are reported
-and left out); for the 4M model also `transformers serve` (its --continuous-batching ends the process at the first
-request on a CPU, transformers 5.23), a pipeline behind FastAPI and, without --quick, `mlflow models serve` of MLflow's
-transformers flavour. Without --quick Shardline's torch engine, and its pyfunc in `mlflow models serve`, are measured
-too, but not compared with the others.
+The other servers are what one would use without Shardline: OpenVINO GenAI's continuous batching, CTranslate2 and ONNX
+Runtime GenAI behind FastAPI, in fp32 and with int8 weights (`pip install 'shardline[benchmark]'`; those that are not
+installed, or cannot run the model, are reported and left out); for the 4M model also `transformers serve` (its
+--continuous-batching ends the process at the first request on a CPU, transformers 5.23), a pipeline behind FastAPI and,
+without --quick, `mlflow models serve` of MLflow's transformers flavour. Without --quick Shardline's torch engine, and
+its pyfunc in `mlflow models serve`, are measured too, but not compared with the others.
 The last line is one JSON object: `tokens_per_s` and `p95_ms` by model, server and clients; `ratio_vs_best_other` by
 model and precision, and clients (tokens/s of `shardline serve` over those of the best of the others in that precision,
 the median over repetitions); `int8_vs_fp32` by model and clients (tokens/s of `shardline serve`);
@@ -50,7 +50,7 @@ PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
 MALFORMED = (b"{", b"\xff", b"[]", b'{"model": 1}', b'{"model": "x", "prompt": {"a": 1}, "temperature": "hot"}')
 OURS = "shardline serve"
 NO_OTHERS = ("shardline serve, torch", "mlflow models serve, our pyfunc")  # not compared with others
-TITLES = {"openvino": "OpenVINO GenAI", "ctranslate2": "CTranslate2"}
+TITLES = {"openvino": "OpenVINO GenAI", "ctranslate2": "CTranslate2", "genai": "ONNX Runtime GenAI"}
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""OpenVINO GenAI with continuous batching, or CTranslate2 with waiting requests in one batch, behind FastAPI.
+"""OpenVINO GenAI with continuous batching; CTranslate2 or ONNX Runtime GenAI with waiting requests in one batch.
 
-python -m benchmarks.baselines.runtime_server openvino|ctranslate2 FOLDER PORT
+python -m benchmarks.baselines.runtime_server openvino|ctranslate2|genai FOLDER PORT
 """
 
 import os
@@ -60,9 +60,7 @@ def ctranslate2(folder: Path, waiting: Waiting) -> None:
     generator = ctranslate2.Generator(str(folder), compute_type=kind, intra_threads=len(os.sched_getaffinity(0)))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     while True:
-        batch = [waiting.get()]
-        while len(batch) < ROWS and not waiting.empty():
-            batch.append(waiting.get())
+        batch = next_batch(waiting)
         prompts = [tokenizer.encode(request.prompt).tokens for request, _ in batch]
         length = max(request.max_tokens for request, _ in batch)
         made = generator.generate_batch(
@@ -72,10 +70,45 @@ def ctranslate2(folder: Path, waiting: Waiting) -> None:
             future.set_result(tokenizer.decode(result.sequences_ids[0][: request.max_tokens]))
 
 
+def genai(folder: Path, waiting: Waiting) -> None:
+    """Make one batch of all waiting requests, padded on the right, as its attention expects.
+
+    Its Engine adds requests to a running batch only with paged attention, which its builder (0.18) has for GPUs alone;
+    on CPUs it made batches of 4, whatever it was told, and was slower than this.
+    """
+    import numpy as np
+    import onnxruntime_genai
+    from tokenizers import Tokenizer
+
+    model = onnxruntime_genai.Model(str(folder))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    while True:
+        batch = next_batch(waiting)
+        prompts = [tokenizer.encode(request.prompt).ids for request, _ in batch]
+        width, length = max(map(len, prompts)), max(request.max_tokens for request, _ in batch)
+        params = onnxruntime_genai.GeneratorParams(model)
+        sizes = {"batch_size": len(batch), "min_length": width + length, "max_length": width + length}
+        params.set_search_options(do_sample=False, **sizes)
+        generator = onnxruntime_genai.Generator(model, params)
+        generator.append_tokens(np.array([ids + [0] * (width - len(ids)) for ids in prompts], dtype=np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        for row, (request, future) in enumerate(batch):
+            future.set_result(tokenizer.decode(generator.get_sequence(row)[width : width + request.max_tokens]))
+
+
+def next_batch(waiting: Waiting) -> list[tuple[Request, Future[str]]]:
+    """Return the waiting requests, at most ROWS; wait for the first."""
+    batch = [waiting.get()]
+    while len(batch) < ROWS and not waiting.empty():
+        batch.append(waiting.get())
+    return batch
+
+
 def main() -> None:
     name, folder, port = sys.argv[1:]
     waiting: Waiting = queue.SimpleQueue()
-    run: Callable[[Path, Waiting], None] = {"openvino": openvino, "ctranslate2": ctranslate2}[name]
+    run: Callable[[Path, Waiting], None] = {"openvino": openvino, "ctranslate2": ctranslate2, "genai": genai}[name]
 
     def work() -> None:
         try:

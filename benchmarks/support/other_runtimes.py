@@ -1,7 +1,9 @@
-"""Converts a Hugging Face Llama for OpenVINO GenAI and CTranslate2, in fp32 or int8, for benchmarks/serving.py."""
+"""Converts a Hugging Face Llama for the other runtimes of benchmarks/serving.py, in fp32 or int8."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,14 @@ def write_ctranslate2(export: Path, folder: Path, *, precision: str) -> None:
     from ctranslate2.converters import TransformersConverter
 
     TransformersConverter(str(export)).convert(str(folder), quantization="int8" if precision == INT8 else None)
+
+
+def write_genai(export: Path, folder: Path, *, precision: str) -> None:
+    """Convert an export with ONNX Runtime GenAI's own builder; int8 has a scale for each 32 weights of a row."""
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(export), "-o", str(folder)]
+    command += ["-p", precision, "-e", "cpu", "-c", str(folder)]
+    if (built := subprocess.run(command, capture_output=True, text=True)).returncode:
+        raise RuntimeError(built.stderr.strip().splitlines()[-1])
 
 
 def write_openvino(model: Any, tokenizer: Any, folders: Mapping[str, Path]) -> None:

@@ -25,7 +25,7 @@ SIZES = {  # as the quickstart's; as the smallest GPT-2, but 8,192 words
 }
 NAME = "served"
 TRAINING_STEPS, HELD_OUT_TEXTS = 40, 24
-RUNTIMES = {"openvino": "openvino_genai", "ctranslate2": "ctranslate2"}
+RUNTIMES = {"openvino": "openvino_genai", "ctranslate2": "ctranslate2", "genai": "onnxruntime_genai"}
 
 
 def missing_runtimes() -> dict[str, str]:
@@ -54,7 +54,7 @@ def write_models(folder: Path, *, with_mlflow: bool) -> None:
 
 
 def _write_other_runtimes(folder: Path, export: Path, model: Any, tokenizer: Any) -> None:
-    from benchmarks.support.other_runtimes import write_ctranslate2, write_openvino
+    from benchmarks.support.other_runtimes import write_ctranslate2, write_genai, write_openvino
 
     missing = missing_runtimes()
 
@@ -69,7 +69,11 @@ def _write_other_runtimes(folder: Path, export: Path, model: Any, tokenizer: Any
             write_ctranslate2(export, target, precision=precision)
             shutil.copy(export / "tokenizer.json", target)
 
-    for name, write in (("openvino", openvino), ("ctranslate2", ctranslate2)):
+    def genai() -> None:
+        for precision, target in targets("genai").items():
+            write_genai(export, target, precision=precision)
+
+    for name, write in (("openvino", openvino), ("ctranslate2", ctranslate2), ("genai", genai)):
         try:
             if name not in missing:
                 write()

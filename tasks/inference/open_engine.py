@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tasks.hardware.machine import Gpu, gpus_here
 from tasks.inference.engine import Engine
 from tasks.inference.onnx_batching import BatchedGenerator
 from tasks.inference.onnx_generator import TextGenerator, has_graph
+from tasks.inference.vllm_process import is_for_gpus
 from training.config.serving import InferenceConfig
 from training.records.results import QUANTIZED, ExportedModel, LatencyReport
 from training.records.words import counted
@@ -32,6 +34,7 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
         has_decode_graph=has_graph(folder, precision),
         gpus=gpus_here(),
         has_torch=importlib.util.find_spec("torch") is not None,
+        has_vllm=is_for_gpus(shutil.which("vllm")),
     )
     logger.info("engine: %s (%s)", name, why)
     if name == "vllm":
@@ -78,9 +81,12 @@ def choose_precision(folder: Path, inference: InferenceConfig) -> tuple[str, str
 
 
 def choose_engine(
-    inference: InferenceConfig, *, has_decode_graph: bool, gpus: Sequence[Gpu], has_torch: bool
+    inference: InferenceConfig, *, has_decode_graph: bool, gpus: Sequence[Gpu], has_torch: bool, has_vllm: bool
 ) -> tuple[str, str]:
-    """Return `onnx`, `torch` or `vllm`, and why. Raises ValueError, with the cure, for what the engine cannot do."""
+    """Return `onnx`, `torch` or `vllm`, and why. Raises ValueError, with the cure, for what the engine cannot do.
+
+    `has_vllm`: whether a vLLM that computes on GPUs is installed.
+    """
     if inference.engine == "onnx" and inference.parallel != "none":
         raise ValueError(
             f"inference.parallel = {inference.parallel} needs the torch engine: set inference.engine=torch or auto"
@@ -93,26 +99,30 @@ def choose_engine(
             f"inference.precision = {inference.precision}: {other} cannot run this export's {inference.precision} "
             "graphs: set inference.engine=onnx and inference.parallel=none"
         )
-    name, why = _preferred(inference, has_decode_graph=has_decode_graph, gpus=gpus, has_torch=has_torch)
+    name, why = _preferred(
+        inference, has_decode_graph=has_decode_graph, gpus=gpus, has_torch=has_torch, has_vllm=has_vllm
+    )
     if name == "torch" and not has_torch:
         raise ValueError(f"the torch engine is needed ({why}), but torch is not installed here: {TORCH_CURE}")
     return name, why
 
 
 def _preferred(
-    inference: InferenceConfig, *, has_decode_graph: bool, gpus: Sequence[Gpu], has_torch: bool
+    inference: InferenceConfig, *, has_decode_graph: bool, gpus: Sequence[Gpu], has_torch: bool, has_vllm: bool
 ) -> tuple[str, str]:
+    found = f"{counted(len(gpus), 'GPU')}: {gpus[0].name}" if gpus else ""
     if inference.engine != "auto":
         return inference.engine, "asked for by inference.engine"
+    if inference.precision in QUANTIZED:
+        return "onnx", f"inference.precision = {inference.precision}"
+    if gpus and has_vllm:
+        return "vllm", f"{found}, and vLLM is installed"
     if inference.parallel != "none":
         return "torch", f"inference.parallel = {inference.parallel}"
     if inference.precision == "bf16":
         return "torch", "inference.precision = bf16"
-    if inference.precision in QUANTIZED:
-        return "onnx", f"inference.precision = {inference.precision}"
     if not has_decode_graph:
         return "torch", "the export has no graph that decodes in this precision"
     if not gpus:
         return "onnx", "no GPU is visible here"
-    found = f"{counted(len(gpus), 'GPU')}: {gpus[0].name}"
     return ("torch", found) if has_torch else ("onnx", f"{found}, but torch is not installed: {TORCH_CURE}")

@@ -1,8 +1,8 @@
-"""The vLLM engine, on GPUs: vLLM receives and returns token IDs; they become text here, as with every other engine.
+"""The vLLM engine: vLLM receives and returns token IDs; they become text here, as with every other engine.
 
 Requests follow https://docs.vllm.ai/en/v0.28.0/serving/online_serving/openai_compatible_server/ (the Completions API,
-its sampling and extra parameters) and https://docs.vllm.ai/en/latest/features/structured_outputs/ (0.12 or newer). They
-have not been sent to vLLM itself yet: in tests tests/support/vllm_stand_in.py answers them.
+its sampling and extra parameters) and https://docs.vllm.ai/en/latest/features/structured_outputs/ (0.12 or newer). In
+tests tests/support/vllm_stand_in.py answers them, and in tests/vllm vLLM itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs `vllm serve` as a child process: reaches it over a Unix socket, restarts it once, and ends it with this process.
 
-This code follows the documentation of vLLM 0.30 and has not been run with vLLM itself:
+This code follows the documentation of vLLM 0.30 and was run with its build for CPUs 0.32.0, not on GPUs:
 - its options: https://docs.vllm.ai/en/v0.30.0/cli/serve/ (--uds, --structured-outputs-config and the others below)
 - its usage reports: https://docs.vllm.ai/en/latest/usage/usage_stats/ (VLLM_NO_USAGE_STATS)
 - why it has no API key: https://docs.vllm.ai/en/v0.28.0/serving/online_serving/openai_compatible_server/ says that
@@ -52,20 +52,30 @@ OURS = ("VLLM_API_KEY", "PROMETHEUS_MULTIPROC_DIR", "MLFLOW_", "PREFECT_")
 
 
 def find_vllm(inference: InferenceConfig) -> str:
-    """Return the path of `vllm`. Raises ValueError, with the cure, if the program or a GPU is missing."""
+    """Return the path of `vllm`. Raises ValueError, with the cure, if the program or its devices are missing."""
     if not (program := shutil.which("vllm")):
         raise ValueError(
             "inference.engine = vllm: there is no program `vllm` on PATH. Install it in an environment of its own "
             "(`pip install vllm`; it needs other versions of torch than Shardline) and put its bin folder on PATH"
         )
+    if not is_for_gpus(program):
+        return program  # on a CPU, as its user built it
     if not (gpus := gpus_here()):
         raise ValueError(
             "inference.engine = vllm needs a GPU, and none is visible here (`nvidia-smi -L` lists them, "
-            "CUDA_VISIBLE_DEVICES hides them): on a CPU serve with inference.engine=onnx"
+            "CUDA_VISIBLE_DEVICES hides them): on a CPU serve with inference.engine=onnx, or install vLLM's CPU build"
         )
     if inference.degree > len(gpus):
         raise ValueError(f"inference.degree = {inference.degree}, but {len(gpus)} GPUs are visible: lower it")
     return program
+
+
+def is_for_gpus(program: str | None) -> bool:
+    """Return whether there is a vLLM and it computes on GPUs; the builds for CPUs have `cpu` in version or name."""
+    if not program:
+        return False
+    packages = Path(program).resolve().parents[1].glob("lib/python*/site-packages/vllm*.dist-info")
+    return not any("cpu" in folder.name for folder in packages)
 
 
 def command_for(program: str, export_dir: Path, inference: InferenceConfig, *, context: int, path: Path) -> list[str]:
@@ -241,9 +251,9 @@ class VllmProcess:
             logger.warning("%s: for those set inference.precision=fp32", what)
 
     def error_in_log(self) -> str:
-        """Return the last error in vLLM's log, or its last lines."""
+        """Return the last error in vLLM's log that is not about another one, or its last lines."""
         lines = plain(self.log_path.read_text(errors="replace")).splitlines() if self.log_path.exists() else []
-        errors = [line.strip() for line in lines if "Error: " in line or "error: " in line]
+        errors = [line.strip() for line in lines if "rror: " in line and "root cause" not in line]
         return errors[-1] if errors else "\n".join(lines[-LAST_LINES:]) or "its log is empty"
 
 

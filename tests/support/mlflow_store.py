@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,3 +27,14 @@ class Store:
         run = MlflowClient(self.uri).create_run(self.experiment_id, run_name=name, tags=tags)
         folder = self.folder / "runs" / name
         return another_run(self.exported, folder, mlflow_run_id=run.info.run_id, loss=loss, **changes)
+
+
+def new_store(empty_store: Path, folder: Path, *, exported: Path) -> Store:
+    """A store in `folder`, made from a database that has MLflow's tables."""
+    from mlflow.tracking import MlflowClient
+
+    shutil.copy(empty_store, folder / "mlflow.db")
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    artifacts = (folder / "artifacts").as_uri()
+    experiment_id = MlflowClient(uri).create_experiment("tests", artifact_location=artifacts)
+    return Store(uri=uri, folder=folder, experiment_id=experiment_id, exported=exported)

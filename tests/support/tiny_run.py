@@ -60,14 +60,14 @@ def byte_shards(folder: Path, *, text: str = TEXT, fingerprint: str = "a" * 64) 
     return folder
 
 
-def tiny_run(folder: Path, *, architecture: str = "llama", layers: int = 2, **export: Any) -> Path:
+def tiny_run(folder: Path, *, architecture: str = "llama", layers: int = 2, width: int = 32, **export: Any) -> Path:
     """runs/ID after training and evaluation, before export; random weights from seed 0."""
     shards = byte_shards(folder.parent / f"shards-{folder.name}")
     config = RunConfig.model_validate(
         {
             "name": "tiny",
             "data": {"path": "stdlib", "tokenizer": {"kind": "bytes"}},
-            "model": {"architecture": architecture, "layers": layers, "width": 32, "heads": 4, "kv_heads": 2},
+            "model": {"architecture": architecture, "layers": layers, "width": width, "heads": 4, "kv_heads": 2},
             "train": {"steps": 8, "context": 32, "global_batch": 8, "seed": 0, "warmup_steps": 2},
             "parallel": {"strategy": "single", "precision": "fp32"},
             "export": {"latency_seconds": 0, **export},

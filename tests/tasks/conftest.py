@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.mlflow_store import Store
+from tests.support.mlflow_store import Store, new_store
 
 
 @pytest.fixture(scope="session")
@@ -19,14 +18,8 @@ def exported_masked_run(exported_runs: Callable[[str], Path]) -> Path:
 
 @pytest.fixture
 def store(empty_store: Path, exported_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    from mlflow.tracking import MlflowClient
-
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    artifacts = (tmp_path / "artifacts").as_uri()
-    experiment_id = MlflowClient(uri).create_experiment("tests", artifact_location=artifacts)
-    return Store(uri=uri, folder=tmp_path, experiment_id=experiment_id, exported=exported_run)
+    return new_store(empty_store, tmp_path, exported=exported_run)
 
 
 @pytest.fixture

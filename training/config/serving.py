@@ -17,7 +17,8 @@ class InferenceConfig(Section):
     engine: Literal["auto", "onnx", "torch", "vllm"] = Field(
         "auto",
         description="Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: PyTorch processes. "
-        "vllm: the program `vllm` on GPUs. auto: torch if there are GPUs or `parallel` is set, else onnx.",
+        "vllm: the program `vllm`, on GPUs, or on the CPU if it is a build for CPUs. auto: with GPUs vllm if it is "
+        "installed, else torch; without GPUs torch if `parallel` is set, else onnx.",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = Field(
         "auto",

@@ -22,11 +22,13 @@ GREEDY: dict[str, Any] = {"new_tokens": 5, "temperature": 0}
 
 
 def chosen(
-    *, has_decode_graph: bool = True, gpus: int = 0, has_torch: bool = True, **inference: Any
+    *, has_decode_graph: bool = True, gpus: int = 0, has_torch: bool = True, has_vllm: bool = False, **inference: Any
 ) -> tuple[str, str]:
     visible = [Gpu(name="H100", uuid=str(number), driver="580") for number in range(gpus)]
     config = InferenceConfig(**inference)
-    return choose_engine(config, has_decode_graph=has_decode_graph, gpus=visible, has_torch=has_torch)
+    return choose_engine(
+        config, has_decode_graph=has_decode_graph, gpus=visible, has_torch=has_torch, has_vllm=has_vllm
+    )
 
 
 def test_the_engine_follows_from_what_is_asked_for_and_from_the_gpus() -> None:
@@ -38,6 +40,15 @@ def test_the_engine_follows_from_what_is_asked_for_and_from_the_gpus() -> None:
     assert chosen(has_decode_graph=False)[0] == "torch"
     with pytest.raises(ValueError, match=r"needs the torch engine: set inference\.engine=torch"):
         chosen(engine="onnx", parallel="tensor", degree=2)
+
+
+def test_vllm_is_preferred_on_gpus_where_it_is_installed() -> None:
+    assert chosen(gpus=2, has_vllm=True) == ("vllm", "2 GPUs: H100, and vLLM is installed")
+    assert chosen(gpus=2, has_vllm=True, parallel="tensor", degree=2)[0] == "vllm"
+    assert chosen(gpus=1, has_vllm=True, precision="bf16", has_decode_graph=False, has_torch=False)[0] == "vllm"
+    assert chosen(has_vllm=True)[0] == "onnx", "there is no GPU"
+    assert chosen(gpus=1, has_vllm=True, precision="int8")[0] == "onnx", "it is a graph of the export"
+    assert chosen(gpus=1, has_vllm=True, engine="torch")[0] == "torch"
 
 
 def test_without_torch_gpus_are_not_used_and_torch_is_refused_with_the_cure() -> None:

@@ -1,4 +1,4 @@
-"""The engine of vLLM, on a process that speaks vLLM's API (tests/support/vllm_stand_in.py): vLLM itself was not run."""
+"""The engine of vLLM, on a process that speaks vLLM's API (tests/support/vllm_stand_in.py): tests/vllm runs vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.inference.open_engine import choose_engine, open_engine
 from tasks.inference.vllm_engine import VllmEngine, completion_request
-from tasks.inference.vllm_process import command_for
+from tasks.inference.vllm_process import command_for, is_for_gpus
 from tests.support.vllm_stand_in import FAILS, LOG, install, noted, requests
 from tests.support.waiting import until
 from training.config.serving import InferenceConfig
@@ -181,7 +181,9 @@ def test_what_is_missing_is_said_with_the_cure(
     export = exported_run / "export"
     with pytest.raises(ValueError, match=r"inference\.degree = 4, but 2 GPUs are visible"):
         open_engine(export, InferenceConfig(engine="vllm", parallel="data", degree=4))
-    monkeypatch.setenv(FAILS, "CUDA out of memory")
+    monkeypatch.setenv(
+        FAILS, "CUDA out of memory\nRuntimeError: Engine core initialization failed. See root cause above."
+    )
     with pytest.raises(RuntimeError, match=r"vLLM did not start .exit code 1: RuntimeError: CUDA out of memory"):
         open_engine(export, VLLM)
     monkeypatch.setattr(vllm_process, "gpus_here", lambda: ())
@@ -190,9 +192,22 @@ def test_what_is_missing_is_said_with_the_cure(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"there is no program `vllm` on PATH.*pip install vllm"):
         open_engine(export, VLLM)
-    assert choose_engine(VLLM, has_decode_graph=False, gpus=(), has_torch=False)[0] == "vllm"
+    assert choose_engine(VLLM, has_decode_graph=False, gpus=(), has_torch=False, has_vllm=False)[0] == "vllm"
     with pytest.raises(ValueError, match=r"inference\.precision = int8: vllm cannot run .* set inference\.engine=onnx"):
         open_engine(export, InferenceConfig(engine="vllm", precision="int8"))
+
+
+def test_a_build_for_cpus_is_taken_where_asked_and_never_chosen_for_gpus(
+    log: Path, exported_run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = shutil.which("vllm")
+    assert is_for_gpus(program)
+    (tmp_path / "lib" / "python3.11" / "site-packages" / "vllm-0.32.0+cpu.dist-info").mkdir(parents=True)
+    assert not is_for_gpus(program)
+    monkeypatch.setattr(vllm_process, "gpus_here", lambda: ())
+    engine = open_engine(exported_run / "export", VLLM)
+    assert engine.generate("x", new_tokens=3)
+    engine.close()
 
 
 def test_a_grammar_is_vllms_own_field() -> None:
@@ -212,7 +227,7 @@ def test_a_grammar_on_which_its_matcher_would_give_up_is_not_sent(engine: VllmEn
 @pytest.mark.gpu
 @pytest.mark.skipif(not shutil.which("vllm"), reason="there is no program `vllm` on PATH")
 def test_vllm_itself_gives_the_text_and_the_scores_of_onnx_runtime(exported_run: Path) -> None:
-    """The only test that starts vLLM, on a machine that has it and a GPU: nobody has run it yet."""
+    """Nobody has run this on a GPU yet; tests/vllm asks the same and more of vLLM's build for CPUs."""
     onnx = TextGenerator(exported_run / "export", threads=1)
     engine = open_engine(exported_run / "export", InferenceConfig(engine="vllm", precision="fp32", vllm_memory=0.3))
     try:
