@@ -180,9 +180,7 @@ def test_layers_are_compiled_of_types_that_the_admission_test_saw_compile(kind: 
     plan = make_plan(config, Inventory(hosts=hosts), hf_config=content, hf_shape=shape)
     assert plan.compiled == compiled
     why = (
-        "compile on: "
-        if compiled
-        else f"compile off: layers of type {kind} were not seen to compile: its layers are no"
+        "compile on: " if compiled else f"compile off: layers of type {kind} were not seen to compile: it is not among"
     )
     assert any(reason.startswith(why) for reason in plan.reasons)
 
