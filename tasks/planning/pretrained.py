@@ -49,7 +49,8 @@ def config_file(model: ModelConfig) -> Path:
             "are for inference: give the model that one was made of)"
         )
     path = _file(folder, "config.json", field="model.path")
-    if model.init == "pretrained" and (adapter := _file(folder, "adapter_config.json", field="model.path")):
+    adapter = Path(folder) / "adapter_config.json"
+    if model.init == "pretrained" and adapter.is_file():
         base = read_fields(adapter).get("base_model_name_or_path")
         raise ValueError(
             f"model.path = {model.path} has an adapter (adapter_config.json), made for {base}, which is not trained or "
