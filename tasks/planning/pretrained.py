@@ -27,6 +27,12 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     if model.init == "pretrained":
         _check_files(Path(folder).expanduser())
     content: dict[str, Any] = dict(read_fields(path))
+    if model.init == "pretrained" and (quantized := content.get("quantization_config")):
+        raise ValueError(
+            f"config.json of model.path = {model.path} has quantization_config, by {quantized.get('quant_method')}: "
+            "weights that were rounded to few bits cannot be trained: give the model that they were made of, or load "
+            "this one with transformers, call dequantize() and save_pretrained(FOLDER), and give that folder"
+        )
     if model.dropout:  # older files do not list all dropouts of their class
         from transformers import AutoConfig
 
@@ -36,7 +42,21 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
 
 def config_file(model: ModelConfig) -> Path:
     """Return the path of model.path's config.json, which is downloaded from a hub. Raises ValueError without one."""
-    path = _file(local_copy(model.path, field="model.path"), "config.json", field="model.path")
+    folder = local_copy(model.path, field="model.path")
+    if Path(folder).is_file():
+        raise ValueError(
+            f"model.path = {model.path} is a file: give the folder that has config.json and *.safetensors (GGUF files "
+            "are for inference: give the model that one was made of)"
+        )
+    path = _file(folder, "config.json", field="model.path")
+    adapter = Path(folder) / "adapter_config.json"
+    if model.init == "pretrained" and adapter.is_file():
+        base = read_fields(adapter).get("base_model_name_or_path")
+        raise ValueError(
+            f"model.path = {model.path} has an adapter (adapter_config.json), made for {base}, which is not trained or "
+            "applied here: merge it with peft (merge_and_unload), call save_pretrained(FOLDER) and give that folder; "
+            f"or give {base} itself"
+        )
     if path is None:
         raise ValueError(f"model.path = {model.path!r} has no config.json: give the folder or hub name of a model")
     return path

@@ -15,6 +15,7 @@ from typing import Any
 
 from training.facts.families import why_not
 from training.planner.model_shape import attention_among, experts_of_a_token
+from training.planner.precision import FP8_MULTIPLE, NOT_IN_FP8
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.model_state import Shapes
 from training.records.plan import ModelShape
@@ -69,7 +70,10 @@ def sizes_of_saved(saved: Shapes, hf: Mapping[str, Any], shape: ModelShape) -> M
     def layer(own: Iterable[str]) -> LayersAlike:
         matrices = [name for name in own if len(saved[name]) > 1]
         attention = sum(map(used, attention_among(matrices)))
-        return LayersAlike(count=1, multiplied=sum(map(used, matrices)), attention=attention, **numbers(own))
+        in_fp8 = (name for name in matrices if not NOT_IN_FP8.search(name.rpartition(".")[0]))
+        for_fp8 = sum(used(name) for name in in_fp8 if not any(size % FP8_MULTIPLE for size in saved[name]))
+        multiplied = sum(map(used, matrices))
+        return LayersAlike(count=1, multiplied=multiplied, attention=attention, for_fp8=for_fp8, **numbers(own))
 
     outside = [name for name in names if name not in inside]
     words = shape.vocab_size * shape.width

@@ -62,6 +62,7 @@ MESHES = {
 }
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "model_type", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in MESHES if name != "qwen3")]
 )

@@ -4,9 +4,9 @@
 
 Each type is built tiny, in training mode, and its loss and every gradient are compared with those of the class's own
 forward and cross-entropy: as stages of a pipeline (unequal and interleaved, in one process), on two tp ranks, with
-both, with sequence and context parallelism, and with several documents in a sequence. It prints a table and, as its
-last line, one JSON object. `--write`: write their rows of training/facts/families.json, from which plans refuse what
-failed; by default what the file admits is compared with what was found.
+both, with sequence and context parallelism, with several documents in a sequence, and compiled. It prints a table and,
+as its last line, one JSON object. `--write`: write their rows of training/facts/families.json, from which plans refuse
+what failed; by default what the file admits is compared with what was found.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from training.models.document_attention import attend_by_document
 from training.models.init_weights import FreshWeights
 from training.models.language_model import LanguageModel
 from training.models.state import state_of
+from training.strategies.activation_checkpointing import compile_layers
 from training.strategies.pipeline import keep_stages
 from training.strategies.tensor import shard_matrices
 
@@ -56,7 +57,7 @@ TOLERANCE = 2e-4  # of a gradient's largest number: fp32 sums are taken in anoth
 SMALLEST = 1e-6  # … and of this share of the largest of all: a key's bias has no effect, its gradient is rounding
 TIMEOUT_S = 60
 MOST_PARAMETERS = 100_000_000
-ABILITIES = ("pp", "tp", "sp", "cp", "documents", "fresh", "cached")
+ABILITIES = ("pp", "tp", "sp", "cp", "documents", "fresh", "cached", "compile")
 UNLIKE = (  # a dozen that have little in common, for CI
     "llama",
     "gpt2",
@@ -464,6 +465,24 @@ class Admission:
                 return "with our cache its logits differ"
         return None
 
+    def compile(self) -> str | None:
+        """Whether each layer becomes one graph, and a second step needs no other; torch's compiler writes no kernels,
+        which would take it minutes."""
+        torch._dynamo.reset()
+        model = self.whole.model()
+        compile_layers(model, one_shape=True, device_kind="cpu", backend="aot_eager")
+        for torch._dynamo.config.error_on_recompile in (False, True):
+            try:
+                loss = model(self.whole.ids, self.whole.targets)
+                loss.backward()
+                why = differs(loss, grads_of(model), self.wanted)
+            finally:
+                torch._dynamo.config.error_on_recompile = False
+            if why:
+                return why
+            model.zero_grad()
+        return None
+
 
 @contextmanager
 def _nan_memory() -> Iterator[None]:
@@ -483,7 +502,7 @@ def examined(model_type: str, mesh: DeviceMesh) -> dict[str, str]:
     except Exception as error:
         return {"alone": f"it cannot be built tiny ({_words(error)})"}
     found: dict[str, str] = {}
-    for check in ("alone", "documents", "pp", "tp", "pp_tp", "sp", "cp", "fresh", "cached"):
+    for check in ("alone", "documents", "pp", "tp", "pp_tp", "sp", "cp", "fresh", "cached", "compile"):
         if "alone" in found or (check in {"pp_tp", "sp"} and "tp" in found) or (check == "pp_tp" and "pp" in found):
             continue
         try:

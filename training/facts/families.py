@@ -16,8 +16,8 @@ from training.records.plan import ModelShape
 TABLE = Path(__file__).with_name("families.json")
 
 # pp, tp, sp (sequence parallelism), cp: split over ranks. documents: attend within documents. fresh: initial weights
-# made layer by layer. cached: decoded by ranks that share it, with our cache.
-Ability = Literal["pp", "tp", "sp", "cp", "documents", "fresh", "cached"]
+# made layer by layer. cached: decoded by ranks that share it, with our cache. compile: layers become one graph each.
+Ability = Literal["pp", "tp", "sp", "cp", "documents", "fresh", "cached", "compile"]
 
 
 @functools.cache

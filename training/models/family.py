@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from training.data.batch import IGNORED
 from training.models import hugging_face
+from training.planner.precision import FP8_MULTIPLE, NOT_IN_FP8
 
 TOKENS = (3, 4, 3)  # what the traced forward reads
 FIT = 1e-3  # relative error of a tail that counts as found
@@ -147,6 +148,19 @@ def layers_of(hf: nn.Module) -> list[nn.Module]:
     name = layers_name(hf)
     layers: list[nn.Module] = [] if name is None else list(hf.get_submodule(name).children())
     return [layer for layer in layers if not isinstance(layer, Passed)]
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def is_for_fp8(name: str, module: Any) -> bool:
+    """Return whether fp8 computes a layer's module `name`: a linear layer, or a tp rank's piece of one (_scaled_mm).
+
+    Its sizes are multiples of 16. Routers need exact scores, and experts get any number of tokens.
+    """
+    is_product = is_linear(module) or vars(module).get("linear") is F.linear
+    return is_product and not NOT_IN_FP8.search(name) and not any(size % FP8_MULTIPLE for size in module.weight.shape)
 
 
 class Passed(nn.Module):

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from training.models import hugging_face
 from training.records.model_state import differences, saved_shapes
@@ -52,9 +53,13 @@ def load_pretrained(auto_class: Any, folder: Path | str, *, dtype: torch.dtype, 
     Safetensors only: a .bin is a pickle, and whoever wrote it could run code here.
     """
     given = {} if settings is None else {"config": settings}
-    return _checked(
+    hf = _checked(
         auto_class.from_pretrained, folder, folder, use_safetensors=True, trust_remote_code=False, dtype=dtype, **given
     )
+    output = hf.get_output_embeddings()
+    if hf.config.get_text_config().tie_word_embeddings and output is not None:
+        _check_tied({"head": output.weight, "embedding": hf.get_input_embeddings().weight}, folder)
+    return hf
 
 
 def check_headers(auto_class: Any, folder: Path) -> None:
@@ -67,6 +72,22 @@ def check_headers(auto_class: Any, folder: Path) -> None:
         model = auto_class.from_config(settings, dtype=torch.float32)
     there = {"config": model.config, "state_dict": tensors, "device_map": {"": "meta"}}
     _checked(type(model).from_pretrained, folder, None, dtype=torch.float32, **there)
+    rows = model.get_input_embeddings().weight
+    alike = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight is rows}
+    if len(alike & tensors.keys()) > 1:
+        files = [safe_open(path, "pt") for path in folder.glob("model*.safetensors")]
+        _check_tied({name: file.get_tensor(name) for file in files for name in alike & {*file.keys()}}, folder)
+
+
+def _check_tied(weights: Mapping[str, torch.Tensor], folder: Path | str) -> None:
+    """Raise ValueError unless matrices that a class ties are equal; if they are not, transformers does not tie them."""
+    first, *others = weights.values()
+    if not all(other is first or torch.equal(first, other) for other in others):
+        raise ValueError(
+            f"{folder}: its config.json ties the output layer to the embedding (tie_word_embeddings), and its files "
+            "have two unlike matrices: set tie_word_embeddings to false in that config.json if both were trained, else "
+            "delete the output layer's from the files"
+        )
 
 
 def _checked(load: Callable[..., tuple[Any, Any]], folder: Path | str, *arguments: Any, **options: Any) -> Any:

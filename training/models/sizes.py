@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.models.family import STYLES, layers_name
+from training.models.family import STYLES, is_for_fp8, layers_name
 from training.models.pretrained import auto_class_of
 from training.planner.model_shape import CHOSEN_EXPERTS, attention_among, experts_of_a_token, shape_of_hf
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
@@ -41,11 +41,11 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
     try:
         with torch.device("meta"):
             hf = auto_class_of(objective).from_config(settings, dtype=torch.float32)
-    except ValueError as error:
-        why = str(error).strip().splitlines()[0]
+    except Exception as error:  # classes raise KeyError, TypeError, … for values that they do not know
+        why = _first_line(error)
         raise ValueError(
-            f"model.path holds a model of type {shape.architecture}, which cannot be built: {why} Choose a class "
-            f"that {auto_class_of(objective).__name__} builds"
+            f"model.path holds a model of type {shape.architecture}, which cannot be built: {why} Change its "
+            f"config.json, or choose a class that {auto_class_of(objective).__name__} builds"
         ) from None
     sizes = sizes_of(hf, counted=f"counted {where} with transformers {transformers.__version__}")
     return shape.model_copy(update={"layers": sizes.num_layers, "tied": sizes.tied, "sizes": sizes})
@@ -93,6 +93,7 @@ class _Tensor:
     shape: tuple[int, ...]
     used: int
     is_cut: bool
+    for_fp8: bool
 
     @property
     def numel(self) -> int:
@@ -116,6 +117,7 @@ def _tensors(hf: Any) -> list[_Tensor]:
             shape=tuple(parameter.shape),
             used=_used(hf, name, parameter),
             is_cut=any(is_cut(hf, alias) for alias in names[id(parameter)]),
+            for_fp8=is_for_fp8(name.rpartition(".")[0], hf.get_submodule(name.rpartition(".")[0])),
         )
         for name, parameter in hf.named_parameters()
     ]
@@ -162,8 +164,22 @@ def _layer(tensors: Sequence[_Tensor]) -> LayersAlike:
         count=1,
         multiplied=sum(each.used for each in matrices),
         attention=sum(each.used for each in matrices if each.name in attention),
+        for_fp8=sum(each.used for each in matrices if each.for_fp8),
         **_numbers(tensors),
     )
+
+
+def _first_line(error: Exception) -> str:
+    """Return an error's cause in one line that ends with a full stop; transformers wraps that of a wrong field."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    line = (
+        lines[-1]
+        if "validation error" in lines[0].lower()
+        else repr(error)
+        if isinstance(error, KeyError)
+        else lines[0]
+    )
+    return f"{line.rstrip(' .')}."
 
 
 def main(path: Path, objective: str, node: str = "") -> int:
@@ -172,12 +188,11 @@ def main(path: Path, objective: str, node: str = "") -> int:
     where = f"on node {node}" if node else "on meta"
     try:
         settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except ValueError as error:
-        why = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+    except Exception as error:  # of many types, by the field that is wrong
         print(
             f"model.path: transformers {transformers.__version__}{f' {where}' if node else ''} cannot read its "
-            f"config.json: {why.strip()} Choose a model of a type that this release has; code in a model's folder is "
-            "never run",
+            f"config.json: {_first_line(error)} Choose a model of a type that this release has; code in a model's "
+            "folder is never run",
             file=sys.stderr,
         )
         return 2

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from training.config.parallel import IN_SHARDS, StrategyName
 from training.facts.families import has_family
-from training.planner.job import KNOWN_ARCHITECTURES, Job
+from training.planner.job import Job
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Kept:
 # Ours, by architecture and by what carries a layer's numbers: all fp32; fp32 between layers and 16 bits inside them
 # (autocast); 16 bits in both (fsdp, train.residual=bf16). Measured with torch's saved_tensors_hooks on transformers
 # 5.23's classes, exact for widths from 64 to 192; a GPU keeps gpt2's 16 x mlp under autocast, whose power of 3 is made
-# in fp32 there.
+# in fp32 there. Types that were not measured are priced as llama.
 OUR_KEPT: dict[tuple[str, str], Kept] = {
     ("llama", "fp32"): Kept(24, 8, 8, 16, inputs=8, gathered=8),
     ("llama", "autocast"): Kept(26, 4, 4, 8, inputs=10, gathered=4),
@@ -225,7 +225,7 @@ def our_cost_model(
         ),
         TimeCosts(
             across_bytes=across_bytes,
-            sustained=SUSTAINED[kind] * (FP8_SUSTAINED if job.precision == "fp8" else 1.0),
+            sustained=SUSTAINED[kind] * (_fp8_sustained(job) if job.precision == "fp8" else 1.0),
             attention_share=0.5 / (FP8_GAIN if job.precision == "fp8" else 1.0),
             passes=PASSES[kind, compiled],
             ops=(20.0 if compiled else 70.0) + (0.0 if is_ours else SHARING[strategy].ops),
@@ -238,9 +238,15 @@ def our_cost_model(
     )
 
 
+def _fp8_sustained(job: Job) -> float:
+    """The share of fp8's rate that products keep up, if some of them stay in bf16."""
+    share = job.shape.sizes.fp8_share
+    return FP8_SUSTAINED / (share + (1 - share) * FP8_GAIN)
+
+
 def _our_kept(job: Job, carried: str, *, kind: Literal["cpu", "cuda"], compiled: bool) -> Kept:
     """Return what a layer of ours keeps for the backward pass. `carried`: the precision of the residual stream."""
-    architecture = job.shape.architecture if job.shape.architecture in KNOWN_ARCHITECTURES else "llama"
+    architecture = job.shape.architecture if (job.shape.architecture, carried) in OUR_KEPT else "llama"
     kept = OUR_KEPT[architecture, carried]
     if job.dropout:
         more = DROPOUT_KEPT.get(architecture, 0.0)

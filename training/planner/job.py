@@ -14,11 +14,6 @@ from training.records.plan import ModelShape, describe_stages, layer_numbers
 
 Offload = Literal["none", "optimizer", "parameters"]
 Recompute = Literal["none", "selective", "full"]
-KNOWN_ARCHITECTURES = (
-    "llama",
-    "gpt2",
-    "bert",
-)  # those whose memory and speed were measured; others are priced as llama
 WORDS_MULTIPLE = 128  # products of odd sizes are slower, on GPUs and by a fifth on CPUs (benchmarks/loss_head.py)
 CHUNK_BYTES = 8192  # of each word: the loss makes logits for this many tokens at a time
 

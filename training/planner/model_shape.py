@@ -10,6 +10,7 @@ from training.config.data import ASSUMED_VOCAB
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
 from training.facts.families import adds_loss, masked_types, types_counting_from_pad
+from training.planner.precision import FP8_MULTIPLE
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
 from training.records.token_shards import TokenShards
@@ -98,8 +99,8 @@ def own_shape(
     """Return the shape of a llama, gpt2 or bert whose sizes are known, as transformers builds it (a test compares)."""
     w, m, words, kv_width = width, mlp_width, vocab_size * width, kv_heads * (width // heads)
     is_llama, is_bert = architecture == "llama", architecture == "bert"
-    attention = 2 * w * w + 2 * w * kv_width
-    multiplied = attention + (3 if is_llama else 2) * w * m
+    sides = [w, w, kv_width, kv_width, *[m] * (3 if is_llama else 2)]  # of the matrices, beside the width
+    attention, multiplied = w * sum(sides[:4]), w * sum(sides)
     cut_biases, other = (0, 2 * w) if is_llama else (3 * w + m, 6 * w)  # other: norms, biases that are added to sums
     layer, cut = multiplied + cut_biases + other, multiplied + cut_biases
     added = 0 if is_llama else (context + (4 if is_bert else 0)) * w  # positions; bert: two types, and a norm
@@ -123,7 +124,13 @@ def own_shape(
             before=Part(parameters=words + added, used=words + added, cut=words, per_word=w),
             layers=(
                 LayersAlike(
-                    count=layers, parameters=layer, used=layer, cut=cut, multiplied=multiplied, attention=attention
+                    count=layers,
+                    parameters=layer,
+                    used=layer,
+                    cut=cut,
+                    multiplied=multiplied,
+                    attention=attention,
+                    for_fp8=w * sum(side for side in sides if not (w % FP8_MULTIPLE or side % FP8_MULTIPLE)),
                 ),
             ),
             after=Part(parameters=last + head, used=last + head, cut=cut_head, per_word=head // vocab_size),
@@ -264,6 +271,7 @@ def flops_per_token(shape: ModelShape) -> float:
 def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping[str, Any] | None) -> int:
     tokenizer = config.data.tokenizer
     ours = shards.vocab_size if shards else tokenizer.bpe_size if tokenizer.kind == "bpe" else tokenizer.vocab_size
+    ours = ours or (ASSUMED_VOCAB["bytes"] if tokenizer.kind == "bytes" else 0)
     if config.model.init == "pretrained" and hf_config:
         theirs = int(hf_config.get("vocab_size", 0))
         if ours > theirs:

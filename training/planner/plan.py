@@ -20,10 +20,9 @@ from training.facts.families import why_not
 from training.planner.chosen_layout import ChosenLayout
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
-from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.mixture import describe_packing, describe_sources, one_pass, plan_sources, warn_of_repeats
 from training.planner.model_shape import check_positions, model_shape, vocab_size
-from training.planner.precision import ChosenPrecision, own_precisions, resolved_precision
+from training.planner.precision import FP8_MULTIPLE, ChosenPrecision, own_precisions, resolved_precision
 from training.planner.pricing import predict, price_memory_copies, seconds_of
 from training.planner.replicas import BatchSplit, choose_replicas
 from training.planner.search import AS_FAST
@@ -84,6 +83,11 @@ def make_plan(
     text, why_text = _text(config, epoch, steps=run.steps, sequences=run.sequences)
     assumed = _assumptions(config, shards, inventory, steps=run.steps, compiled=compiled)
     why_steps, why_losses = f"{counted(run.steps, 'step')}: {run.why}", _other_losses(hf_config or {})
+    if "fp8" in split.precisions and (share := shape.sizes.fp8_share) < 1:
+        assumed.append(
+            f"fp8: computes {share:.0%} of the numbers that a token is multiplied with in the layers; experts, routers "
+            f"and sizes that are no multiples of {FP8_MULTIPLE} stay in bf16"
+        )
     reasons = [why_steps, *describe_size(config), *assumed, *why_positions, *why_losses, *why_text]
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, num_steps=run.steps)
@@ -224,8 +228,8 @@ def _compile_refusal(config: RunConfig, shape: ModelShape, inventory: Inventory)
     """Return the reason why layers cannot be compiled, or may not compile; empty if they can."""
     if config.parallel.strategy == "zero3":
         return "zero3 gathers weights inside each layer"
-    if shape.architecture not in KNOWN_ARCHITECTURES:
-        return f"whether layers of type {shape.architecture} compile is not known; train.compile=true tries it"
+    if why := why_not(shape, "compile"):
+        return f"layers of type {shape.architecture} were not seen to compile: {why}; train.compile=true tries it"
     for host in inventory.hosts:
         if host.compile_lacks:
             return f"on {host.name} {host.compile_lacks}"
@@ -320,13 +324,17 @@ def _other_losses(hf: Mapping[str, Any]) -> list[str]:
 def wants_trial(config: RunConfig, device_kind: str, *, compiled: bool) -> bool:
     """Whether a trial precedes training, by train.micro_batch_trial.
 
-    auto: on GPUs, if the plan chooses the size of the micro-batch, or to compile.
+    auto: on GPUs, if the plan chooses the size of the micro-batch, or to compile; on CPUs, if it chooses to compile a
+    model at model.path, as kernels were made of few types' layers.
     """
     train = config.train
     if train.micro_batch_trial != "auto":
         return train.micro_batch_trial == "always"
     chooses_size = not train.micro_batch and isinstance(config.parallel.shares, str)
-    return device_kind == "cuda" and (chooses_size or (compiled and train.compile == "auto"))
+    chose_to_compile = compiled and train.compile == "auto"
+    if device_kind != "cuda":
+        return chose_to_compile and bool(config.model.path)
+    return chooses_size or chose_to_compile
 
 
 def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:

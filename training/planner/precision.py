@@ -6,6 +6,7 @@ rounding of each precision. If one of them computes in fp16, all multiply their 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,11 +14,11 @@ from typing import Literal
 from training.config.device_names import value_for
 from training.config.parallel import WITH_PRECISIONS, ParallelConfig, Precision
 from training.config.run import RunConfig
-from training.planner.job import KNOWN_ARCHITECTURES
 from training.records.inventory import Device, Inventory
 from training.records.plan import ModelShape
 
 FP8_CAPABILITY = (8, 9)
+NOT_IN_FP8 = re.compile(r"(^|\.)(experts|gate|router|shared_expert_gate)(\.|$)")  # modules
 FP8_MULTIPLE = 16  # every dimension of a product is a multiple of this (torch._scaled_mm)
 BF16_GAIN_ON_CPU = 1.3  # below this gain bf16 is emulated or memory-bound, and fp32 is more accurate
 BY_SUPPORT: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "fp8")  # a GPU that supports one supports those before it
@@ -175,11 +176,6 @@ def _check_fp8(inventory: Inventory) -> str:
 
 def fp8_refusal(shape: ModelShape, *, tp: int) -> str | None:
     """Return why torch._scaled_mm cannot compute the model's matrix products in fp8; None if it can."""
-    if shape.architecture not in KNOWN_ARCHITECTURES:
-        return (
-            f"parallel.precision=fp8 works with {', '.join(KNOWN_ARCHITECTURES)} models, not for "
-            f"{shape.architecture}: use bf16"
-        )
     sizes = {
         "width / tp": shape.width / tp,
         "width of keys / tp": shape.head_dim * shape.kv_heads / tp,
@@ -191,6 +187,11 @@ def fp8_refusal(shape: ModelShape, *, tp: int) -> str | None:
         return (
             f"parallel.precision=fp8 multiplies matrices whose sizes are multiples of {FP8_MULTIPLE}, not {words}: "
             "change them, or set parallel.precision=bf16"
+        )
+    if not shape.sizes.fp8_share:
+        return (
+            f"parallel.precision=fp8 multiplies in linear layers whose sizes are multiples of {FP8_MULTIPLE}, and the "
+            f"layers of this {shape.architecture} have none: set parallel.precision=bf16"
         )
     return None
 

@@ -36,12 +36,14 @@ class Part(Record):
 class LayersAlike(Part):
     """Neighbouring layers with the same numbers, which are those of one layer.
 
-    `multiplied`: parameters in the matrices that a token is multiplied with. `attention`: of those, attention's.
+    `multiplied`: parameters in the matrices that a token is multiplied with. `attention`: of those, attention's;
+    `for_fp8`: of those, in linear layers that fp8 can compute.
     """
 
     count: int
     multiplied: int
     attention: int
+    for_fp8: int = 0
 
 
 class ModelSizes(Record):
@@ -88,6 +90,12 @@ class ModelSizes(Record):
     @property
     def attention_layers(self) -> int:
         return sum(layer.count for layer in self.layers if layer.attention)
+
+    @property
+    def fp8_share(self) -> float:
+        """The share of what a token is multiplied with in the layers that fp8 can compute."""
+        multiplied = sum(layer.count * layer.multiplied for layer in self.layers)
+        return sum(layer.count * layer.for_fp8 for layer in self.layers) / max(1, multiplied)
 
     def of_layers(self, numbers: range) -> Part:
         """Return the parameters of the layers of these numbers together."""

@@ -19,6 +19,7 @@ from training.records.results import ExportedModel
 logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, Sequence[int]]  # of a state's tensors, by name
+INTEGER = re.compile(r"[IU]\d")  # safetensors' names of data types
 SHOWN = 12  # names in a message; of more, those that differ only in their layer or expert are one pattern
 WITHOUT_BUFFERS = ("llama", "gpt2", "bert")  # model types for which what older versions saved was the whole state
 
@@ -68,7 +69,7 @@ def check_export(folder: Path, exported: ExportedModel) -> None:
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a Hugging Face folder, from the headers of its safetensors files.
 
-    Raises ValueError if there are no such files, or one of them is none.
+    Raises ValueError if there are no such files, or one of them is none, or ends early, or has weights in integers.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not single.is_file() and not index.is_file():
@@ -80,11 +81,23 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             with (folder / name).open("rb") as file:
                 length, most = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
                 header = json.loads(file.read(min(length, most)))  # what is no such file may claim any length
-            shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in header.items() if tensor != "__metadata__"}
+            header.pop("__metadata__", None)
+            whole = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            if most < whole:
+                raise ValueError(f"it ends after {most:,} of {whole:,} bytes")
+            shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in header.items()}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{folder / name} cannot be read as safetensors ({type(error).__name__}: {error}): copy it again"
             ) from None
+        rounded = (
+            tensor for tensor, entry in header.items() if tensor.endswith(".weight") and INTEGER.match(entry["dtype"])
+        )
+        if tensor := next(rounded, None):
+            raise ValueError(
+                f"{folder / name} has integers in {tensor} ({header[tensor]['dtype']}): quantized weights, whose "
+                "scales are unknown here: give the model that they were made of"
+            )
     return shapes
 
 

@@ -45,7 +45,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_layers(model: LanguageModel, *, one_shape: bool, device_kind: str) -> None:
+def compile_layers(model: LanguageModel, *, one_shape: bool, device_kind: str, backend: str = "inductor") -> None:
     """Compile each layer, and the norm after them: equal layers share one graph, so start-up does not grow with depth.
 
     `fullgraph`: a graph break is an error, not a hidden slow-down. Only `forward` is compiled, so that hooks (FSDP2
@@ -53,12 +53,13 @@ def compile_layers(model: LanguageModel, *, one_shape: bool, device_kind: str) -
     more, for any number of sequences. The loss's softmax is compiled on GPUs; on CPUs, torch's own keeps rows in cache.
     """
     model.compiled = True
-    layers, dynamic = layers_of(model.hf), False if one_shape else None
+    layers = layers_of(model.hf)
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": False if one_shape else None, "backend": backend}
     torch._dynamo.config.recompile_limit = max(8, 4 * len(layers))  # layers may differ by a constant (GPT-2's can)
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=dynamic)
+        layer.forward = torch.compile(layer.forward, **options)
     norms, here = [] if model.family is None else model.family.before_head, dict(model.hf.named_modules())
     for module in (here[name] for name in norms if name in here):  # only the last pipeline stage has them
-        module.forward = torch.compile(module.forward, fullgraph=True, dynamic=dynamic)
+        module.forward = torch.compile(module.forward, **options)
     if device_kind == "cuda":
-        model.softmax = torch.compile(fused_softmax_, fullgraph=True, dynamic=dynamic)
+        model.softmax = torch.compile(fused_softmax_, **options)

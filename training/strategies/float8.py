@@ -19,14 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.planner.precision import FP8_CAPABILITY
+from training.models.family import is_for_fp8, is_linear
+from training.planner.precision import FP8_CAPABILITY, FP8_MULTIPLE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-12  # gives a tensor of zeros a finite scale
 
 
 def use_torchao(layers: list[Any], *, gathers: bool, device: torch.device) -> None:
-    """Convert every linear layer inside `layers` to torchao's; `gathers`: fsdp gathers their weights in 8 bits.
+    """Convert the linear layers inside `layers` to torchao's; `gathers`: fsdp gathers their weights in 8 bits.
 
     Raises ValueError if torchao or a GPU with fp8 is missing.
     """
@@ -45,7 +46,9 @@ def use_torchao(layers: list[Any], *, gathers: bool, device: torch.device) -> No
         )
     settings = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=emulated)
     for layer in layers:
-        convert_to_float8_training(layer, config=settings)
+        convert_to_float8_training(
+            layer, config=settings, module_filter_fn=lambda module, name: is_for_fp8(name, module)
+        )
 
 
 def scale_float8_weights(module: nn.Module) -> None:
@@ -59,13 +62,15 @@ def scale_float8_weights(module: nn.Module) -> None:
 
 
 def use_float8(layers: list[Any]) -> None:
-    """Make every linear layer inside `layers`, or a rank's piece of one (strategies/tensor.py), compute in fp8."""
+    """Make the linear layers inside `layers`, or a rank's pieces of them (strategies/tensor.py), compute in fp8."""
     for layer in layers:
-        for module in layer.modules():
-            if hasattr(module, "linear"):
-                module.linear = linear
-            elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        for name, module in layer.named_modules():
+            if not is_for_fp8(name, module):
+                continue
+            if is_linear(module):
                 module.forward = functools.partial(_forward, module)
+            else:
+                module.linear = linear
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
@@ -77,8 +82,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute F.linear with its product, and those of its backward, in fp8; return bf16. In no_grad: plain F.linear."""
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    y: Tensor = _Product.apply(x.flatten(0, -2), weight)
-    y = y.unflatten(0, x.shape[:-1])
+    tokens = x.flatten(0, -2)
+    if odd := -len(tokens) % FP8_MULTIPLE:  # zeros, which add nothing to the weight's gradient
+        tokens = F.pad(tokens, (0, 0, 0, odd))
+    y: Tensor = _Product.apply(tokens, weight)
+    y = y[: len(y) - odd].unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias.to(y.dtype)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.models.document_attention import attend_by_document
-from training.models.family import Family
+from training.models.family import Family, is_linear
 from training.models.language_model import LanguageModel
 from training.runtime.mesh import (
     copy_to_group,
@@ -87,10 +87,6 @@ def shard_matrices(model: LanguageModel, mesh: DeviceMesh, *, sequence_parallel:
     if sequence_parallel:
         model.sequence_pieces = mesh.size()
         _split_sequences(model, family, parents, group)
-
-
-def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
 def _dim_of(style: str, dims: int) -> int | None:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.planning.plan import plan_run
 from tasks.planning.pretrained import check_tokenizer, check_weights
+from tasks.planning.pretrained import hf_config as model_config
 from tests.support.configs import inventory, tiny_config
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import Ranks, losses, run_ranks
@@ -290,6 +291,60 @@ def test_the_head_node_refuses_such_a_folder_before_the_corpus_is_tokenized(
 
 
 QUICK, LAYOUT = {"single", "pp"}, ("single", "ddp", "fsdp", "zero2", "tp", "pp")
+
+
+def quantized(folder: Path) -> Path:
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(fields | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    return folder
+
+
+def adapted(folder: Path) -> Path:
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base", "r": 8}))
+    return folder
+
+
+def cut_short(folder: Path) -> Path:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return folder
+
+
+def in_integers(folder: Path) -> Path:
+    return changed(folder, lambda tensors: {name: (100 * each).to(torch.int8) for name, each in tensors.items()})
+
+
+def said_to_be_tied(folder: Path) -> Path:
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (quantized, "quantization_config, by gptq.*dequantize"),
+        (adapted, "has an adapter .*some/base.*merge_and_unload"),
+        (lambda folder: folder / "model.safetensors", "is a file: give the folder"),
+        (cut_short, r"it ends after [\d,]+ of [\d,]+ bytes"),
+        (in_integers, r"has integers in \S+\.weight \(I8\): quantized weights"),
+        (said_to_be_tied, "two unlike matrices: set tie_word_embeddings to false"),
+    ],
+    ids=["quantized", "adapter", "file", "cut short", "integers", "tied by config.json alone"],
+)
+def test_weights_that_would_train_as_another_model_are_refused(
+    spoil: Callable[[Path], Path], words: str, tmp_path: Path
+) -> None:
+    path = spoil(untied(tmp_path))
+
+    def check() -> None:
+        model_config(pretrained(path).model)
+        check_headers(auto_class_of("causal"), path)
+
+    with pytest.raises(ValueError, match=words):
+        check()
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in LAYOUT])

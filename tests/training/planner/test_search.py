@@ -171,6 +171,24 @@ def test_layers_are_compiled_where_hosts_can_and_it_pays(steps: int, lacks: str 
     assert make_plan(asked, Inventory(hosts=hosts)).compiled
 
 
+@pytest.mark.parametrize(("kind", "compiled"), [("qwen3", True), ("gemma3_text", True), ("unheard_of", False)])
+def test_layers_are_compiled_of_types_that_the_admission_test_saw_compile(kind: str, compiled: bool) -> None:
+    machines = hypothetical_inventory("1x8xA100-80GB-SXM")
+    hosts = tuple(host.model_copy(update={"compile_lacks": ""}) for host in machines.hosts)
+    train = {"context": 4096, "global_batch": 512, "steps": 1000}
+    config = RunConfig.model_validate(
+        {"model": {"architecture": "path", "path": "folder", "dropout": 0}, "train": train}
+    )
+    shape = planned(LLAMA_1B, "1x8xA100-80GB-SXM").shape.model_copy(update={"architecture": kind})
+    content = {"model_type": kind, "vocab_size": shape.vocab_size}
+    plan = make_plan(config, Inventory(hosts=hosts), hf_config=content, hf_shape=shape)
+    assert plan.compiled == compiled
+    why = (
+        "compile on: " if compiled else f"compile off: layers of type {kind} were not seen to compile: it is not among"
+    )
+    assert any(reason.startswith(why) for reason in plan.reasons)
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_plan_of_an_earlier_version_goes_on_as_it_was(asked: bool) -> None:
     """Its config said whether layers are compiled; fsdp gathered and reduced in each micro-batch."""

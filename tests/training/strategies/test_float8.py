@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
+from tests.support import families
 from tests.support.configs import inventory, tiny_config
 from tests.support.ranks import losses, run_ranks
+from training.models.family import layers_of
+from training.models.sizes import count_model
 from training.planner.plan import make_plan
+from training.planner.precision import fp8_refusal
 from training.records.inventory import Device, Host, Inventory
 from training.records.plan import RunPlan
-from training.strategies.float8 import linear, use_torchao
+from training.strategies.float8 import linear, use_float8, use_torchao
 
 # Sizes that fp8 products take; micro-batches of 2 in every layout, so that every scale is the same.
 SMALL: dict[str, Any] = {
@@ -44,6 +49,36 @@ def test_products_and_gradients_are_those_of_a_linear_layer_to_8_bits() -> None:
         assert eighths.dtype == torch.float32
         assert (exact - eighths).abs().mean() < bound * exact.abs().mean()
         assert not torch.equal(exact, eighths) or bound == 0.01, "computed in 8 bits"
+
+
+def test_any_number_of_tokens_is_multiplied() -> None:
+    """As some layers compress a sequence, and cp ranks have pieces of it."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 32), torch.randn(48, 32, requires_grad=True)
+    y = linear(x, weight)
+    y.float().sum().backward()
+    assert y.shape == (5, 48)
+    assert weight.grad is not None
+    padded = weight.detach().clone().requires_grad_()
+    linear(F.pad(x, (0, 0, 0, 11)), padded)[:5].float().sum().backward()
+    assert padded.grad is not None
+    assert torch.equal(weight.grad, padded.grad)
+
+
+def test_a_family_is_planned_with_what_fp8_can_multiply() -> None:
+    """Experts and routers stay in bf16, and the plan says how much; a class without such layers is refused."""
+    settings = {name: families.tiny_config(name) for name in ("qwen3", "qwen3_moe")}
+    shapes = {name: count_model(each, objective="causal") for name, each in settings.items()}
+    assert shapes["qwen3"].sizes.fp8_share == 1
+    assert 0.2 < shapes["qwen3_moe"].sizes.fp8_share < 0.8
+    model = AutoModelForCausalLM.from_config(settings["qwen3_moe"])
+    use_float8(layers_of(model))
+    ours = {name for name, module in model.named_modules() if "forward" in vars(module)}
+    assert {name.rpartition(".")[2] for name in ours} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    sizes = shapes["qwen3"].sizes
+    without = tuple(layer.model_copy(update={"for_fp8": 0}) for layer in sizes.layers)
+    bare = shapes["qwen3"].model_copy(update={"sizes": sizes.model_copy(update={"layers": without})})
+    assert "layers of this qwen3 have none" in str(fp8_refusal(bare, tp=1))
 
 
 def test_scales_keep_what_a_cast_alone_would_lose() -> None:

@@ -6,16 +6,20 @@ Nothing is computed or sent; every rank of 512 builds its part of a model of up 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, PreTrainedConfig
 
 from flows.presets import load_config
 from training.models.language_model import LanguageModel, hf_config
 from training.models.pretrained import auto_class_of
+from training.models.sizes import count_model
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.plan import make_plan
 from training.records.plan import RunPlan
@@ -48,35 +52,70 @@ MESHES = [
     ("405B", 512, "fsdp"),
     ("8B", 64, "fsdp cp=8"),
     ("70B", 64, "fsdp tp=8 cp=4"),
+    ("Qwen3-8B", 16, "fsdp tp=2 pp=2"),
+    ("Qwen3-8B", 64, "fsdp tp=4 pp=4"),
+    ("Qwen3-8B", 512, "fsdp tp=8 pp=4"),
+    ("Qwen3-32B", 16, "fsdp tp=8 pp=2"),
+    ("Qwen3-32B", 64, "fsdp tp=8 pp=4"),
+    ("Qwen3-32B", 512, "fsdp tp=8 pp=8"),
 ]
 
+QWEN3 = {"8B": (36, 4096, 32, 8, 12288), "32B": (64, 5120, 64, 8, 25600)}  # untied, heads of 128, 151,936 words
 
-def planned(model: str, ranks: int, mesh: str) -> RunPlan:
+
+def qwen3(size: str) -> PreTrainedConfig:
+    """The content of the model's config.json, without its defaults."""
+    layers, width, heads, kv_heads, mlp_width = QWEN3[size]
+    return AutoConfig.for_model(
+        "qwen3",
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        intermediate_size=mlp_width,
+        max_position_embeddings=40960,
+        vocab_size=151936,
+        tie_word_embeddings=False,
+    )
+
+
+def planned(model: str, ranks: int, mesh: str, *, folder: Path) -> RunPlan:
     strategy, *axes = mesh.split()
-    names = ("layers", "width", "heads", "kv_heads", "mlp_width")
-    sizes = [f"model.{name}={size}" for name, size in zip(names, SHAPES[model], strict=True)]
+    of_path: dict[str, Any] = {}
+    if model.startswith("Qwen3"):
+        settings = qwen3(model.removeprefix("Qwen3-"))
+        settings.save_pretrained(folder)
+        sizes = ["model.architecture=path", f"model.path={folder}", "data.tokenizer.vocab_size=151936"]
+        of_path = {"hf_config": settings.to_dict(), "hf_shape": count_model(settings, objective="causal")}
+    else:
+        names = ("layers", "width", "heads", "kv_heads", "mlp_width")
+        sizes = [f"model.{name}={size}" for name, size in zip(names, SHAPES[model], strict=True)]
+        sizes.append("data.tokenizer.vocab_size=128256")
     config = load_config(
         "llama-1b",
         [
             *sizes,
             f"parallel.strategy={strategy}",
             *(f"parallel.{axis}" for axis in axes),
-            "data.tokenizer.vocab_size=128256",
             "train.global_batch=1024",
             "train.micro_batch=1",
             "train.activation_checkpointing=full",
             "train.compile=false",
         ],
     )
-    return make_plan(config, hypothetical_inventory(f"{ranks // 8}x8xB300,8x400Gb"))
+    return make_plan(config, hypothetical_inventory(f"{ranks // 8}x8xB300,8x400Gb"), **of_path)
 
 
 @pytest.fixture(
-    params=[pytest.param(mesh, marks=[] if mesh[0] == "8B" else pytest.mark.slow) for mesh in MESHES],
+    params=[
+        pytest.param(mesh, marks=[] if mesh[0] == "8B" or mesh[:2] == ("Qwen3-8B", 16) else pytest.mark.slow)
+        for mesh in MESHES
+    ],
     ids=lambda each: " ".join(map(str, each)),
 )
-def plan(request: pytest.FixtureRequest) -> Iterator[RunPlan]:
-    yield planned(*request.param)
+def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunPlan]:
+    yield planned(*request.param, folder=tmp_path)
     if dist.is_initialized():
         dist.destroy_process_group()
 
