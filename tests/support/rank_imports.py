@@ -1,5 +1,6 @@
 """What the server of tests/support/ranks.py has imported before it forks."""
 
+import gc
 from importlib import import_module
 
 from transformers.models.bert import modeling_bert
@@ -18,3 +19,6 @@ if DEVICE_KIND == "cpu":  # else each rank does: with CUDA touched here, no rank
     import_module("deepspeed.module_inject.auto_ep_layer")
     import_module("deepspeed.runtime.superoffload.superoffload_stage3")
     import_module("deepspeed.runtime.zero.muon.original_muon")
+
+gc.collect()
+gc.freeze()  # otherwise each rank's first garbage collection copies all pages of the imports
