@@ -49,6 +49,12 @@ STYLES: dict[str, dict[str, str]] = {
     },
     "apertus1p5_text": {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
 }
+# How many blocks a matrix consists of, of which each is cut: gate and up, or q, k and v.
+BLOCKS = {"packed_colwise": 2, "packed_rowwise": 2, "packed_colwise 3": 3}
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
 @dataclass(frozen=True)
