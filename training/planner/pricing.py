@@ -103,6 +103,7 @@ def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster)
         bucket_bytes=_num_buckets(layout, kind=cluster.kind) * parallel.bucket_mib * 2**20,
         reduce_bytes=_reduce_bytes(config, layout, job.shape.width),
         across_bytes=_across_bytes(config, layout),
+        muon=config.train.optimizer == "muon",
     )
 
 
