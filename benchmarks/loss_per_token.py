@@ -4,10 +4,10 @@
 
 Both optimizers train the same model from the same weights on the same batches, in fp32, at a constant learning rate
 after a warm-up, so that a run's loss after n tokens is that of a run of n tokens. The held-out loss is measured every
-EVALUATE_STEPS steps. `--search` finds each optimizer's rate by the lowest final loss over the same RATES, with a seed
-of its own, and writes them to the results beside this file; without it the rates there are used. Tokens to a loss are
-read off Muon's curve by linear interpolation. Both optimizers run at the same time, one thread each, so that other load
-on the machine meets both.
+EVALUATE_STEPS steps. `--search` finds each optimizer's rate, for each size, by the lowest final loss over RATES on
+the standard library, with a seed of its own, and writes the losses to the results beside this file; without it the
+rates there are used. Tokens to a loss are read off Muon's curve by linear interpolation. Runs of both optimizers go at
+the same time, one thread each, so that other load on the machine meets both.
 
 Two sizes and two corpora: this Python's standard library, and the text of `--text`. Then both optimizers take turns on
 2 ranks under ddp and fsdp, at 100 x width tokens a step (benchmarks/support/race.py). `--quick`: the smaller size, the
@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.support.race import Contestant, race, ratio
 from benchmarks.support.workload import Size, inventory, measure, write_corpus, write_plan
@@ -39,11 +38,14 @@ from training.tracking.rows import read_rows
 RESULTS = Path(__file__).with_name("loss_per_token.json")
 OPTIMIZERS = ("adamw", "muon")
 RATES = (1e-3, 3e-3, 1e-2)
-VOCAB_SIZE, STEPS, EVALUATE_STEPS, WARMUP_STEPS, SEARCH_SEED = 65, 250, 10, 20, 1
-SIZES = (
-    Size("width 64", {"layers": 2, "heads": 2, "width": 64}, VOCAB_SIZE, 64, 16, 16, EVALUATE_STEPS),
-    Size("width 96", {"layers": 3, "heads": 3, "width": 96}, VOCAB_SIZE, 64, 16, 16, EVALUATE_STEPS),
-)
+VOCAB_SIZE, STEPS, EVALUATE_STEPS, WARMUP_STEPS, SEARCH_SEED = 65, 200, 10, 20, 1
+SIZES = {
+    size.name: size
+    for size in (
+        Size("width 64", {"layers": 2, "heads": 2, "width": 64}, VOCAB_SIZE, 64, 16, 16, EVALUATE_STEPS),
+        Size("width 96", {"layers": 3, "heads": 3, "width": 96}, VOCAB_SIZE, 64, 16, 16, EVALUATE_STEPS),
+    )
+}
 # 100 x width tokens a step, on 2 ranks
 STEP = Size("width 128", {"layers": 4, "heads": 4, "width": 128}, VOCAB_SIZE, 64, 200, 50, 1)
 
@@ -70,14 +72,23 @@ class Curve:
         return float("inf")
 
 
-def train(folder: Path, size: Size, *, measured: Measured, optimizer: str, rate: float, seed: int) -> Curve:
+@dataclass(frozen=True)
+class Run:
+    corpus: str
+    size: str
+    optimizer: str
+    rate: float
+    seed: int
+
+
+def train(folder: Path, run: Run, *, measured: Measured) -> Curve:
     """Train one model in one process of one thread."""
-    run_dir = folder / f"{size.name} {optimizer} {rate} {seed}"
-    settings = {"optimizer": optimizer, "learning_rate": rate, "seed": seed, "warmup_steps": WARMUP_STEPS}
+    size, run_dir = SIZES[run.size], folder / f"{run.corpus} {run.size} {run.optimizer} {run.rate} {run.seed}"
+    settings = {"optimizer": run.optimizer, "learning_rate": run.rate, "seed": run.seed, "warmup_steps": WARMUP_STEPS}
     write_plan(
         run_dir,
         size=replace(size, train=settings),
-        shards_dir=folder,
+        shards_dir=folder / run.corpus,
         inventory=inventory(measured, ranks=1, threads=1),
         steps=STEPS,
         compiled=False,
@@ -88,41 +99,32 @@ def train(folder: Path, size: Size, *, measured: Measured, optimizer: str, rate:
     rows = read_rows(run_dir / "metrics.jsonl")
     losses = {int(row["step"]): float(row["val_loss"]) for row in rows if "val_loss" in row}
     rates = [row["tokens_per_s"] for row in rows if "tokens_per_s" in row]
+    print(f"{run_dir.name}: {losses[max(losses)]:.4f}", flush=True)
     return Curve(losses, size.batch * size.context / statistics.median(rates))
 
 
-def search(folder: Path, size: Size, optimizer: str, *, measured: Measured) -> tuple[float, dict[str, float]]:
-    """Return the learning rate of the lowest final loss, and the final loss of each."""
-    with ThreadPoolExecutor(2) as pool:
-        one = functools.partial(train, folder, size, measured=measured, optimizer=optimizer, seed=SEARCH_SEED)
-        curves = pool.map(lambda rate: one(rate=rate), RATES)
-    finals = {rate: curve.final for rate, curve in zip(RATES, curves, strict=True)}
-    best = min(finals, key=finals.__getitem__)
-    print(f"{folder.name}, {size.name}, {optimizer}: {best:g} of {finals}", flush=True)
-    return best, {f"{rate:g}": round(final, 4) for rate, final in finals.items()}
+def train_all(folder: Path, runs: Sequence[Run], *, measured: Measured, at_once: int) -> dict[Run, Curve]:
+    with ThreadPoolExecutor(at_once) as pool:
+        curves = pool.map(functools.partial(train, folder, measured=measured), runs)
+        return dict(zip(runs, curves, strict=True))
 
 
-def compare(
-    folder: Path, size: Size, rates: dict[str, float], *, measured: Measured, seeds: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Train with both optimizers from each seed; return AdamW's and Muon's losses, and the ratios."""
-    found = []
-    for seed in seeds:
-        with ThreadPoolExecutor(2) as pool:
-            one = functools.partial(train, folder, size, measured=measured, seed=seed)
-            adamw, muon = pool.map(lambda name: one(optimizer=name, rate=rates[name]), OPTIMIZERS)  # noqa: B023
-        tokens_ratio = muon.steps_to(adamw.final) / max(adamw.losses)
-        found.append(
-            {
-                "seed": seed,
-                "adamw_loss": round(adamw.final, 4),
-                "muon_loss": round(muon.final, 4),
-                "tokens_ratio": round(tokens_ratio, 3),
-                "time_ratio": round(tokens_ratio * muon.step_s / adamw.step_s, 3),
-            }
-        )
-        print(f"{folder.name:10} {size.name:10} {found[-1]}", flush=True)
+def search(curves: dict[Run, Curve]) -> dict[str, dict[str, float]]:
+    """Return each run's final loss, by optimizer and learning rate."""
+    found: dict[str, dict[str, float]] = {name: {} for name in OPTIMIZERS}
+    for run, curve in curves.items():
+        found[run.optimizer][f"{run.rate:g}"] = round(curve.final, 4)
     return found
+
+
+def compared(adamw: Curve, muon: Curve) -> dict[str, float]:
+    tokens_ratio = muon.steps_to(adamw.final) / max(adamw.losses)
+    return {
+        "adamw_loss": round(adamw.final, 4),
+        "muon_loss": round(muon.final, 4),
+        "tokens_ratio": round(tokens_ratio, 3),
+        "time_ratio": round(tokens_ratio * muon.step_s / adamw.step_s, 3),
+    }
 
 
 def step_time(folder: Path, strategy: str, *, measured: Measured, turns: int) -> float:
@@ -149,33 +151,53 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="the second corpus: a text file")
     parser.add_argument("--seeds", type=int, nargs="*", default=[2, 3, 4])
     parser.add_argument("--turns", type=int, default=5, help="of each optimizer, to compare their steps")
+    parser.add_argument("--at-once", type=int, default=2, help="runs at one time")
     args = parser.parse_args()
     committed = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results: dict[str, Any] = {"rates": committed.get("rates", {}), "searched": committed.get("searched", {})}
     corpora = {"stdlib": None} | ({args.text.stem: args.text} if args.text and not args.quick else {})
-    runs: list[dict[str, Any]] = []
+    sizes, seeds = [*SIZES], args.seeds
+    if args.quick:
+        sizes, seeds = sizes[:1], seeds[:1]
+    searched = committed.get("searched", {})
     with tempfile.TemporaryDirectory() as temporary:
-        measured = measure(Path(temporary), threads=1)
+        folder = Path(temporary)
+        train_runs = functools.partial(train_all, folder, measured=measure(folder, threads=1), at_once=args.at_once)
         for corpus, text in corpora.items():
-            folder = Path(temporary) / corpus
-            write_corpus(folder, vocab_size=VOCAB_SIZE, text=text)
-            for size in SIZES[:1] if args.quick else SIZES:
-                rates = results["rates"].get(f"{corpus}, {size.name}") or results["rates"].get(f"stdlib, {size.name}")
-                if args.search or rates is None:
-                    found = {name: search(folder, size, name, measured=measured) for name in OPTIMIZERS}
-                    rates = {name: best for name, (best, _) in found.items()}
-                    results["searched"][f"{corpus}, {size.name}"] = {name: each for name, (_, each) in found.items()}
-                results["rates"][f"{corpus}, {size.name}"] = rates
-                seeds = args.seeds[:1] if args.quick else args.seeds
-                for each in compare(folder, size, rates, measured=measured, seeds=seeds):
-                    runs.append({"corpus": corpus, "size": size.name} | each)
+            write_corpus(folder / corpus, vocab_size=VOCAB_SIZE, text=text)
+        if args.search or not searched:
+            tried = [
+                Run("stdlib", size, name, rate, SEARCH_SEED) for size in sizes for rate in RATES for name in OPTIMIZERS
+            ]
+            curves = train_runs(tried)
+            for size in sizes:
+                searched[size] = search({run: curve for run, curve in curves.items() if run.size == size})
+        best = {
+            (size, name): float(min(finals, key=finals.__getitem__))
+            for size in sizes
+            for name, finals in searched[size].items()
+        }
+        keys = [(corpus, size, seed) for corpus in corpora for size in sizes for seed in seeds]
+        curves = train_runs(
+            [Run(corpus, size, name, best[size, name], seed) for corpus, size, seed in keys for name in OPTIMIZERS]
+        )
+        runs = [
+            {"corpus": corpus, "size": size, "seed": seed}
+            | compared(*(curves[Run(corpus, size, name, best[size, name], seed)] for name in OPTIMIZERS))
+            for corpus, size, seed in keys
+        ]
+        medians = {key: round(statistics.median(run[key] for run in runs), 3) for key in ("tokens_ratio", "time_ratio")}
+        results = {"rates": RATES, "steps": STEPS, "searched": searched, "runs": runs, **medians}
+        if not args.quick:
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        print(json.dumps(results), flush=True)
         steps = {
-            strategy: round(step_time(Path(temporary) / "stdlib", strategy, measured=measured, turns=args.turns), 3)
+            strategy: round(
+                step_time(folder / "stdlib", strategy, measured=measure(folder, threads=1), turns=args.turns), 3
+            )
             for strategy in (("ddp",) if args.quick else ("ddp", "fsdp"))
         }
-    medians = {key: round(statistics.median(run[key] for run in runs), 3) for key in ("tokens_ratio", "time_ratio")}
     if not args.quick:
-        RESULTS.write_text(json.dumps(results | {"runs": runs, **medians, "step_time_ratio": steps}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(results | {"step_time_ratio": steps}, indent=1) + "\n")
     print(json.dumps({**medians, "step_time_ratio": steps, "runs": runs}))
 
 

@@ -140,7 +140,7 @@ def family_of(hf: Any) -> Family:
         carried=found.carried,
         tail=found.tail,
         in_pairs=found.in_pairs,
-        styles=_styles(hf),
+        styles=styles_of(hf),
         arguments=frozenset(inspect.signature(type(hf).forward).parameters),
     )
 
@@ -378,5 +378,6 @@ def layers_name(hf: Any) -> str | None:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _styles(hf: Any) -> dict[str, str]:
+def styles_of(hf: Any) -> dict[str, str]:
+    """Return how tensor parallelism cuts each parameter or module, in transformers' words."""
     return hugging_face.expanded_plan(hf, STYLES.get(hf.config.model_type, {}))

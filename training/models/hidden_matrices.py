@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from training.models.family import BLOCKS, Family, is_linear, layers_name
+from training.models.family import BLOCKS, STYLES, is_linear, layers_name, styles_of
 from training.planner.model_shape import attention_among
 
 
@@ -32,7 +32,7 @@ class HiddenMatrix(NamedTuple):
         return torch.cat(list(blocks), self.dim)
 
 
-def hidden_matrices(hf: Any, family: Family | None) -> dict[str, HiddenMatrix]:
+def hidden_matrices(hf: Any) -> dict[str, HiddenMatrix]:
     """Return the hidden matrices of a model that no rank has cut yet, by parameter name.
 
     Raises ValueError for a class without a list of layers, and for queries, keys and values in one matrix whose places
@@ -44,7 +44,7 @@ def hidden_matrices(hf: Any, family: Family | None) -> dict[str, HiddenMatrix]:
             f"models of type {kind} have no list of layers, so train.optimizer=muon cannot tell their hidden matrices: "
             "set train.optimizer=adamw"
         )
-    styles = {} if family is None else family.styles
+    styles = styles_of(hf) if getattr(hf, "tp_plan", None) or kind in STYLES else {}
     ends = [hf.get_input_embeddings(), hf.get_output_embeddings()]
     at_ends = {id(end.weight) for end in ends if end is not None and hasattr(end, "weight")}
     found: dict[str, HiddenMatrix] = {}
@@ -57,11 +57,16 @@ def hidden_matrices(hf: Any, family: Family | None) -> dict[str, HiddenMatrix]:
         experts = parameter.dim() == 3 and not isinstance(module, nn.modules.conv._ConvNd)
         if (linear or experts) and min(parameter.shape[-2:]) > 1:
             style = styles.get(name) or styles.get(owner, "")
-            by_rows = isinstance(module, nn.Linear) if linear else style == "packed_rowwise"
-            dim = (0 if by_rows else 1) if linear else (2 if by_rows else 1)  # Conv1D's weight is [inputs, outputs]
-            found[name] = HiddenMatrix(dim, BLOCKS.get(style, 1))
+            found[name] = HiddenMatrix(_dim_of(module, parameter, style), BLOCKS.get(style, 1))
     _check_attention(hf, found)
     return found
+
+
+def _dim_of(module: nn.Module, parameter: nn.Parameter, style: str) -> int:
+    """Return the dimension of a matrix's outputs, along which matrices in one tensor lie side by side."""
+    if parameter.dim() == 3:
+        return 2 if style == "packed_rowwise" else 1
+    return 0 if isinstance(module, nn.Linear) else 1  # Conv1D's weight is [inputs, outputs]
 
 
 def _check_attention(hf: Any, found: dict[str, HiddenMatrix]) -> None:

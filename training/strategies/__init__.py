@@ -100,8 +100,8 @@ def parallelize(
     `model` is in host memory, unfilled; each rank takes its part of the whole `weights`. The model moves to the device
     after it is split; fsdp, hsdp and zero3 move it layer by layer, since the models that need them do not fit whole.
     """
-    if plan.config.train.optimizer == "muon":
-        model.matrices = hidden_matrices(model.hf, model.family)
+    if plan.config.train.optimizer == "muon" and model.training:
+        model.matrices = hidden_matrices(model.hf)
     if plan.mesh["tp"] > 1:
         tensor.shard_matrices(model, mesh["tp"], sequence_parallel=plan.sequence_parallel)
     if plan.cp > 1:
