@@ -149,13 +149,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one size, one corpus, one seed; under 2 minutes alone")
     parser.add_argument("--search", action="store_true", help="search the learning rates, and write the results")
     parser.add_argument("--text", type=Path, help="the second corpus: a text file")
+    parser.add_argument("--sizes", nargs="*", default=[*SIZES], help="which of the sizes")
     parser.add_argument("--seeds", type=int, nargs="*", default=[2, 3, 4])
     parser.add_argument("--turns", type=int, default=5, help="of each optimizer, to compare their steps")
     parser.add_argument("--at-once", type=int, default=2, help="runs at one time")
     args = parser.parse_args()
     committed = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     corpora = {"stdlib": None} | ({args.text.stem: args.text} if args.text and not args.quick else {})
-    sizes, seeds = [*SIZES], args.seeds
+    sizes, seeds = args.sizes, args.seeds
     if args.quick:
         sizes, seeds = sizes[:1], seeds[:1]
     searched = committed.get("searched", {})

@@ -63,7 +63,7 @@ def test_the_update_is_that_of_torch() -> None:
         "fused": [block.clone() for block in ours["fused"].detach().chunk(2, 1)],
         "experts": [each.clone() for each in ours["experts"].detach()],
     }
-    rest = {name: ours[name].detach().clone().requires_grad_() for name in ("norm", "embedding")}
+    rest = {name: nn.Parameter(ours[name].detach().clone()) for name in ("norm", "embedding")}
     held = {
         ours[name]: Held(name, matrix=matrix, parts=whole_on_each(ours[name].detach(), [0]), cut=None)
         for name, matrix in made_of.items()
