@@ -29,7 +29,7 @@ QUICK = {"fsdp"}
 LONG = set(LAYOUTS) - QUICK - {"ddp", "tp", "pp", "hsdp 4", "fsdp x tp", "zero1", "unlike", "local-sgd"}
 SINGLE: Layout = (1, {"parallel__strategy": "single"})
 # A sum of gradients in another order moves some numbers to the next bf16, 0.4% away, before the products. Measured over
-# all layouts: losses by 6e-6, and each weight by 0.5% of its norm at most.
+# all layouts: losses by 8e-6, and each weight by 0.5% of its norm at most.
 LOSS_BOUND, WEIGHT_BOUND = 2e-5, 0.02
 
 
