@@ -167,6 +167,25 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(make_run: Calla
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp x tp", marks=pytest.mark.long)])
+def test_a_resumed_run_has_the_same_bits(layout: str, make_run: Callable[..., Path]) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    common = {**COMMON, **SMALL, **MUON, "model__layers": 2, "evaluation__every_steps": 0, "train__decay_steps": 4}
+    plans = [
+        make_run(f"bits {name} {layout}", ranks=ranks, **(common | {"train__steps": steps}), **overrides)
+        for name, steps in {"whole": 4, "stopped": 2, "resumed": 4}.items()
+    ]
+    whole, stopped, resumed = plans
+    for plan_path in (whole, stopped):
+        run_ranks(plan_path)
+    resumed.rename(stopped)
+    run_ranks(stopped)
+    for kind in ("model", "optimizer"):
+        one, two = (TensorFiles(checkpoint_folder(each.parent, 4), kind) for each in (whole, stopped))
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.slow
 def test_moments_of_the_other_optimizer_are_left_and_it_is_said(make_run: Callable[..., Path]) -> None:
     common = {**COMMON, **SMALL, "model__layers": 1, "evaluation__every_steps": 0, **SINGLE[1]}
     plan_path = make_run("from adamw", **(common | {"train__steps": 2}))
