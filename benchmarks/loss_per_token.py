@@ -165,12 +165,15 @@ def main() -> None:
         train_runs = functools.partial(train_all, folder, measured=measure(folder, threads=1), at_once=args.at_once)
         for corpus, text in corpora.items():
             write_corpus(folder / corpus, vocab_size=VOCAB_SIZE, text=text)
-        if args.search or not searched:
+        if unknown := [size for size in sizes if args.search or size not in searched]:
             tried = [
-                Run("stdlib", size, name, rate, SEARCH_SEED) for size in sizes for rate in RATES for name in OPTIMIZERS
+                Run("stdlib", size, name, rate, SEARCH_SEED)
+                for size in unknown
+                for rate in RATES
+                for name in OPTIMIZERS
             ]
             curves = train_runs(tried)
-            for size in sizes:
+            for size in unknown:
                 searched[size] = search({run: curve for run, curve in curves.items() if run.size == size})
         best = {
             (size, name): float(min(finals, key=finals.__getitem__))
