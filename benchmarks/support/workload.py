@@ -120,6 +120,7 @@ def write_plan(
     compiled: bool,
     parallel: dict[str, Any],
     measurements: Sequence[Measurement] = (),
+    evaluation: dict[str, Any] | None = None,
 ) -> RunPlan:
     """Write RUN_DIR/plan.json. The learning rate is constant, because every contestant can do that in the same way.
 
@@ -146,7 +147,7 @@ def write_plan(
         },
         "parallel": parallel,
         "checkpoint": {"every_steps": NEVER, "keep_last": 1},
-        "evaluation": {"every_steps": 0, "samples_while_training": 0},
+        "evaluation": {"every_steps": 0, "samples_while_training": 0, **(evaluation or {})},
         "profile": {"split_every_steps": NEVER},
     }
     manifest = TokenShards.read(shards_dir / MANIFEST)

@@ -72,6 +72,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.packing", "breaks", OTHER_TEXT),
     ("train.seed", "breaks", "later steps have another order of data, other dropout and other masks"),
     ("train.mask_fraction", "breaks", "later steps have other masks"),
+    ("train.optimizer", "breaks", "the other optimizer begins without moments, at its first step"),
     ("train.beta1", "breaks", OTHER_UPDATES),
     ("train.beta2", "breaks", OTHER_UPDATES),
     ("train.weight_decay", "breaks", OTHER_UPDATES),

@@ -2,7 +2,7 @@
 
     checkpoints/00000480/
         model.safetensors, config.json    `state_dict()`, weights and buffers: `from_pretrained` loads the folder
-        optimizer.safetensors             AdamW moments by parameter name, and the step count
+        optimizer.safetensors             moments by parameter name, and the step count
         rng-0.safetensors …               torch's generators, per rank
         own-0.safetensors …               what only one rank holds: compression's residuals, if there are any
         manifest.json                     step, tokens, config hash, size and sha256 of each file; written last
@@ -69,8 +69,9 @@ def load_state(folder: Path, *, strategy: Strategy, rank: Rank, plan: RankPlan) 
     On another mesh generators start fresh, because tp peers must draw the same numbers (different ones under sequence
     parallelism).
     """
-    strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
     manifest = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
+    if _has_moments_of(manifest, plan, folder):
+        strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
     saved = (manifest.mesh, manifest.stages, manifest.sequence_parallel)
     if saved == (plan.mesh, plan.stages, plan.sequence_parallel):
         _set_rng_state(load_file(folder / rng_name(rank)), rank.device)
@@ -89,13 +90,31 @@ def load_state(folder: Path, *, strategy: Strategy, rank: Rank, plan: RankPlan) 
     return manifest
 
 
-def load_moments(folder: Path, strategy: Strategy) -> None:
-    """Begin with the AdamW moments and the step count of another run's checkpoint, on any ranks.
+def _has_moments_of(manifest: CheckpointManifest, plan: RankPlan, folder: Path) -> bool:
+    """Return whether a checkpoint's moments are those of the plan's optimizer; if not, say what happens."""
+    asked = plan.config.train.optimizer
+    if manifest.optimizer != asked and dist.get_rank() == 0:
+        logger.warning(
+            "checkpoint %s has the moments of train.optimizer=%s, which %s does not take: it begins with moments of "
+            "zero, at its first step",
+            folder,
+            manifest.optimizer,
+            asked,
+        )
+    return manifest.optimizer == asked
+
+
+def load_moments(folder: Path, strategy: Strategy, plan: RankPlan) -> None:
+    """Begin with the moments and the step count of another run's checkpoint, on any ranks.
+
+    Those of another optimizer are left, and it is said.
 
     Raises ValueError if the checkpoint is incomplete, or has no moments for a trained parameter.
     """
     if fault := damage(folder, hashes=False, only=("optimizer",)):
         raise ValueError(f"train.optimizer_path = {folder} is no whole checkpoint ({fault}): give another, or none")
+    if not _has_moments_of(CheckpointManifest.read(folder / CHECKPOINT_MANIFEST), plan, folder):
+        return
     try:
         strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
     except KeyError as error:

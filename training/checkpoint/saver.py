@@ -197,6 +197,7 @@ def unfilled_manifest(
         step=step,
         tokens=tokens,
         strategy=plan.strategy,
+        optimizer=plan.config.train.optimizer,
         mesh=plan.mesh,
         stages=plan.stages,
         sequence_parallel=plan.sequence_parallel,

@@ -14,7 +14,7 @@ from torch import Tensor
 from training.checkpoint.load import rank_state_file, rng_name, rng_state
 from training.checkpoint.safetensors_files import file_name
 from training.records.plan import RunPlan
-from training.runtime.mesh import timeout
+from training.runtime.mesh import exchange, timeout
 from training.runtime.process import Rank
 from training.runtime.tensor_cut import Parts
 from training.strategies import Strategy
@@ -112,16 +112,19 @@ class Staging:
                     if rank != me:
                         expected[rank].append((owned.name, shape))
             elif me in row:
-                sent[owned.owner].append(self._on_device(owned.parts).flatten())
-        output_sizes = [sum(shape.numel() for _, shape in expected[rank]) for rank in self.peers]
-        input_sizes = [sum(part.numel() for part in sent[rank]) for rank in self.peers]
-        empty = torch.empty(0, device=self.rank.device)
-        flat = torch.cat([empty, *(part for rank in self.peers for part in sent[rank])])
-        output = flat.new_empty(sum(output_sizes))
-        dist.all_to_all_single(output, flat, output_sizes, input_sizes, group=self.group)
-        arrived = [(name, rank, shape) for rank in self.peers for name, shape in expected[rank]]
-        pieces = output.split([shape.numel() for _, _, shape in arrived])
-        return {(name, rank): piece.view(shape) for (name, rank, shape), piece in zip(arrived, pieces, strict=True)}
+                sent[owned.owner].append(self._on_device(owned.parts))
+        arrived = exchange(
+            sent,
+            {rank: [shape for _, shape in named] for rank, named in expected.items()},
+            peers=self.peers,
+            group=self.group,
+            like=torch.empty(0, device=self.rank.device),
+        )
+        return {
+            (name, rank): piece
+            for rank, named in expected.items()
+            for (name, _), piece in zip(named, arrived[rank], strict=True)
+        }
 
     def _on_device(self, parts: Parts) -> Tensor:
         """Return this rank's part on the device, because exchange between GPUs is faster than from host memory."""

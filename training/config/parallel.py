@@ -45,9 +45,9 @@ class ParallelConfig(Section):
         "auto",
         description="How data-parallel ranks share weights, gradients and optimizer state. single: one process. "
         "ddp: each rank holds everything. fsdp: each rank holds a shard (FSDP2). zero1, zero2, zero3: "
-        "DeepSpeed ZeRO by stage; zero1 with tp or pp is our own: optimizer state in shards. hsdp: FSDP2 within groups "
-        "of ranks that hold the same. local-sgd: DDP within groups that synchronize only now and then (DiLoCo). auto: "
-        "the fastest that is predicted to fit in memory.",
+        "DeepSpeed ZeRO by stage; zero1 with tp, pp or Muon is our own: optimizer state in shards. hsdp: FSDP2 within "
+        "groups of ranks that hold the same. local-sgd: DDP within groups that synchronize only now and then (DiLoCo). "
+        "auto: the fastest that is predicted to fit in memory.",
     )
     tp: int = Field(
         0,

@@ -184,9 +184,32 @@ class RunConfig(Section):
                 "train.compile=true cannot be had with parallel.strategy=zero3, which gathers weights inside each "
                 "layer: use fsdp, which shards the same, or train.compile=false"
             )
+        if train.optimizer == "muon":
+            _check_muon(parallel)
         if parallel.strategy == "single" and max(parallel.ranks, model_ranks) > 1:
             raise ValueError(
                 f"parallel.strategy=single runs on 1 rank, parallel.ranks = {parallel.ranks} and {axes} = "
                 f"{model_ranks}: choose ddp, fsdp or zero1-3, or set them to 1"
             )
         return self
+
+
+def _check_muon(parallel: ParallelConfig) -> None:
+    """Raise ValueError for what Muon does not run with."""
+    refused = {
+        "zero2": "which cuts gradients into flat pieces, and DeepSpeed's own Muon scales its updates in another way: "
+        "use fsdp, which shards more, or zero1",
+        "zero3": "which cuts gradients into flat pieces, and DeepSpeed's own Muon scales its updates in another way: "
+        "use fsdp, which shards the same",
+    }
+    if parallel.strategy in refused:
+        why = f"parallel.strategy={parallel.strategy}, {refused[parallel.strategy]}"
+    elif parallel.offload not in {"auto", "none"}:
+        why = (
+            f"parallel.offload={parallel.offload}, since its products would run on the host: set parallel.offload=none"
+        )
+    elif parallel.fp8_by == "torchao":
+        why = "parallel.fp8_by=torchao, whose weights it cannot update: set parallel.fp8_by=shardline"
+    else:
+        return
+    raise ValueError(f"train.optimizer=muon does not run with {why}; or set train.optimizer=adamw")

@@ -79,12 +79,18 @@ class TrainConfig(Section):
         le=100_000_000,
         description="Number of steps of the final decay, for schedule=wsd; 0 means a tenth of all steps.",
     )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="What updates the weights. adamw: AdamW (Loshchilov and Hutter 2019). muon: the matrices inside "
+        "layers get orthogonalized momentum (Jordan et al. 2024), scaled to AdamW's root mean square (Liu et al. "
+        "2025), with the same learning rate and weight decay; embeddings, head, norms and biases stay with AdamW.",
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay rate of the first moment (the mean of gradients).")
     beta2: float = Field(
         0.95, ge=0, lt=1, description="AdamW's decay rate of the second moment (the mean of squared gradients)."
     )
     weight_decay: float = Field(
-        0.1, ge=0, le=10, description="AdamW's weight decay. It applies to matrices only, not to biases and norms."
+        0.1, ge=0, le=10, description="Weight decay. It applies to matrices only, not to biases and norms."
     )
     clip_norm: float = Field(
         1.0,

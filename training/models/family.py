@@ -50,6 +50,12 @@ STYLES: dict[str, dict[str, str]] = {
     },
     "apertus1p5_text": {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
 }
+# How many blocks a matrix consists of, of which each is cut: gate and up, or q, k and v.
+BLOCKS = {"packed_colwise": 2, "packed_rowwise": 2, "packed_colwise 3": 3}
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ def family_of(hf: Any) -> Family:
         carried=found.carried,
         tail=found.tail,
         in_pairs=found.in_pairs,
-        styles=_styles(hf),
+        styles=styles_of(hf),
         arguments=frozenset(inspect.signature(type(hf).forward).parameters),
     )
 
@@ -386,5 +392,6 @@ def layers_name(hf: Any) -> str | None:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _styles(hf: Any) -> dict[str, str]:
+def styles_of(hf: Any) -> dict[str, str]:
+    """Return how tensor parallelism cuts each parameter or module, in transformers' words."""
     return hugging_face.expanded_plan(hf, STYLES.get(hf.config.model_type, {}))

@@ -25,6 +25,7 @@ from training.models.document_attention import (
 )
 from training.models.family import Ended, Family, Passed, Zeros, family_of, head_input, layers_of, layers_run
 from training.models.freezing import freeze
+from training.models.hidden_matrices import HiddenMatrix
 from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import Softmax, linear_cross_entropy, linear_scores, softmax_
 from training.models.pretrained import auto_class_of, load_pretrained
@@ -64,6 +65,7 @@ class LanguageModel(nn.Module):
         # Set by strategies/pipeline.py: this rank's layers, by stage and number, and stand-ins for all layers.
         self.stages: dict[int, dict[int, nn.Module]] = {}
         self.passed: list[Passed] = []
+        self.matrices: dict[str, HiddenMatrix] = {}  # by parameter name; set for Muon alone, before ranks cut the model
         # Set by strategies/tensor.py, if ranks split matrices and the vocabulary:
         self.cuts: dict[str, Cut] = {}  # by parameter name
         self.partial: set[str] = set()  # names of whole parameters whose gradient is summed over the ranks

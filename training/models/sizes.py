@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from training.models.family import STYLES, is_for_fp8, layers_name
+from training.models.hidden_matrices import hidden_matrices
 from training.models.pretrained import auto_class_of
 from training.planner.model_shape import CHOSEN_EXPERTS, attention_among, experts_of_a_token, shape_of_hf
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
@@ -80,7 +81,16 @@ def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
         looked_up=sum(each.numel for each in before if each.identity in rows - ({id(embedding)} if tied else set())),
         buffers=sum(tensor.numel() for each, tensor in hf.state_dict().items() if each not in parameters),
         tied=tied,
+        why_not_muon=_why_not_muon(hf),
     )
+
+
+def _why_not_muon(hf: Any) -> str:
+    try:
+        hidden_matrices(hf)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ class Program:
     recomputes_scores_only: bool = False  # selective recomputation drops attention's scores, nothing else
     sequence_parallel: bool = False
     chunked_logits: bool = True  # the loss makes its gradient chunk by chunk, in the forward pass
+    orthogonalizes: bool = False  # hidden matrices, by Muon
     gathers_embedding: bool = False  # by itself, where weights are sharded, and frees it after the forward pass
 
 
@@ -130,6 +131,7 @@ class MemoryCosts:
 
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
+    hidden_optimizer_bytes: float = 8.0  # of parameters in layers
     cast_bytes: float = 0.0  # copies of the weights for matrix products, made in each forward pass
     copy_bytes: float = 0.0  # an optimizer's own copy of what it updates
     frees_before_gradients: bool = False  # a step's gradients grow while its activations are freed
@@ -193,6 +195,7 @@ def our_cost_model(
     bucket_bytes: float = 0.0,
     reduce_bytes: float = 4.0,
     across_bytes: float = 4.0,
+    muon: bool = False,
 ) -> CostModel:
     """The cost model of our own training program (training/strategies/) under `strategy`.
 
@@ -211,10 +214,12 @@ def our_cost_model(
             sequence_parallel=sequence_parallel,
             chunked_logits=family,
             gathers_embedding=family and strategy in IN_SHARDS,
+            orthogonalizes=muon,
             gather_bytes=2.0 if travels_in_16_bits else 4.0,
         ),
         MemoryCosts(
             gradient_bytes=8.0 if copies_gradients else 4.0,
+            hidden_optimizer_bytes=4.0 if muon else 8.0,
             bucket_bytes=bucket_bytes if strategy != "single" else 0.0,
             cast_bytes=2.0 if low else 0.0,
             copy_bytes=4.0 if by_deepspeed and strategy != "zero3" else 0.0,

@@ -9,6 +9,7 @@ from typing import Literal
 
 from training.config.parallel import Precision, Stages, StrategyName
 from training.facts.families import masked_types
+from training.facts.muon import newton_schulz_flops
 from training.records.model_sizes import Part
 from training.records.plan import ModelShape, describe_stages, layer_numbers
 
@@ -89,6 +90,19 @@ class Job:
         parts += [sizes.after] if last in stages else []
         copied = sizes.tied and last in stages and 0 not in stages
         return sum(part.of_rank(tp) for part in parts) + copied * self.shape.vocab_size * sizes.before.per_word / tp
+
+    def hidden_of_rank(self, layers: Sequence[int], stages: range, *, tp: int) -> float:
+        """Return those of these parameters that are in layers: hidden matrices, and norms and biases, under 1%."""
+        numbers = layer_numbers(tuple(layers))
+        return sum(self.shape.sizes.of_layers(numbers[stage]).of_rank(tp) for stage in stages)
+
+    @cached_property
+    def orthogonalizing_flops(self) -> float:
+        """FLOPs of Muon's products for a layer, the mean of all: attention's matrices, and those of MLP or experts."""
+        sizes, width, heads = self.shape.sizes, self.shape.width, self.shape.heads * self.shape.head_dim
+        rest = sum(layer.count * (layer.parameters - layer.attention) for layer in sizes.layers) / sizes.num_layers
+        parts = ((self.attention_parameters, heads), (rest, self.shape.mlp_width))
+        return sum(number * newton_schulz_flops(width, other) / (width * other) for number, other in parts if other)
 
     @property
     def is_gated(self) -> bool:

@@ -53,6 +53,28 @@ def rank_parameters(job: Job, layout: Layout, *, stage: int) -> float:
     return job.of_rank(even_stages(job.shape.layers, num_stages), range(stage, num_stages, layout.pp), tp=layout.tp)
 
 
+def hidden_parameters(job: Job, layout: Layout, *, stage: int) -> float:
+    """Those of a rank's parameters that are in layers, before data parallelism shards them."""
+    if layout.at is not None:
+        return job.hidden_of_rank(layout.stages[layout.at[0]], range(stage, stage + 1), tp=layout.tp)
+    num_stages = layout.pp * layout.stages_per_rank
+    stages = range(stage, num_stages, layout.pp)
+    return job.hidden_of_rank(even_stages(job.shape.layers, num_stages), stages, tp=layout.tp)
+
+
+def _optimizer_bytes(job: Job, layout: Layout, model: CostModel, *, stage: int, parameters: float) -> float:
+    hidden = hidden_parameters(job, layout, stage=stage) if model.program.orthogonalizes else 0.0
+    return model.memory.optimizer_bytes * (parameters - hidden) + model.memory.hidden_optimizer_bytes * hidden
+
+
+def _exchanged_bytes(job: Job, layout: Layout, model: CostModel, *, stage: int, num_shards: int) -> float:
+    """Bytes of Muon's momenta and updates in bf16, and of the messages that carry them, after the backward pass."""
+    if not model.program.orthogonalizes:
+        return 0.0
+    hidden = hidden_parameters(job, layout, stage=stage)
+    return 12 * hidden / num_shards if SHARING[layout.strategy].stage >= 1 or layout.tp > 1 else 6 * hidden
+
+
 def _bytes_of_stage(job: Job, layout: Layout, model: CostModel, *, stage: int, num_shards: int) -> dict[str, float]:
     sharing, n = SHARING[layout.strategy], num_shards
     parameters = rank_parameters(job, layout, stage=stage)
@@ -75,12 +97,15 @@ def _bytes_of_stage(job: Job, layout: Layout, model: CostModel, *, stage: int, n
         "gradients": gradients,
         "optimizer": 0.0
         if states_on_host
-        else model.memory.optimizer_bytes * parameters / (n if sharing.stage >= 1 else 1),
+        else _optimizer_bytes(job, layout, model, stage=stage, parameters=parameters)
+        / (n if sharing.stage >= 1 else 1),
         "optimizer's copy of the weights": model.memory.copy_bytes * parameters / n,
         "buckets": model.memory.bucket_bytes if layout.gradient_ranks > 1 else 0.0,
         "gathered or cast weights": working,
         **passing,
     }
+    exchanged = _exchanged_bytes(job, layout, model, stage=stage, num_shards=n if sharing.stage >= 1 else 1)
+    parts["Muon's updates"] = max(0.0, exchanged - sum(passing.values()))
     parts["fragmentation"] = model.memory.fragmentation * (working + sum(passing.values()))
     parts["process"] = model.memory.process_gib * GIB
     return parts

@@ -67,6 +67,8 @@ def make_plan(
     shape = model_shape(config, vocab_size=words, end_id=end_id, hf_config=hf_config, hf_shape=hf_shape)
     _check_shards(config, shards)
     _check_packing(config, shape)
+    if config.train.optimizer == "muon" and shape.sizes.why_not_muon:
+        raise ValueError(shape.sizes.why_not_muon)
     why_positions = check_positions(config, hf_config or {}, end_id=end_id)
     if config.train.compile is True and (hf_config or {}).get("output_router_logits"):
         raise ValueError(

@@ -95,7 +95,7 @@ def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster)
         job,
         layout.strategy,
         kind=cluster.kind,
-        is_undivided=layout.is_undivided,
+        is_undivided=layout.is_undivided and config.train.optimizer == "adamw",
         compiled=config.train.compile is True,
         sequence_parallel=layout.sequence_parallel,
         bf16_residual=config.train.residual == "bf16",
@@ -103,6 +103,7 @@ def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster)
         bucket_bytes=_num_buckets(layout, kind=cluster.kind) * parallel.bucket_mib * 2**20,
         reduce_bytes=_reduce_bytes(config, layout, job.shape.width),
         across_bytes=_across_bytes(config, layout),
+        muon=config.train.optimizer == "muon",
     )
 
 

@@ -254,6 +254,8 @@ def _strategies(config: RunConfig, *, num_ranks: int, num_hosts: int) -> tuple[S
         several.remove("zero3")
     if num_hosts == 1:
         several.remove("hsdp")
+    if config.train.optimizer == "muon":  # zero1 is then our own
+        several = [strategy for strategy in several if strategy not in {"zero2", "zero3"}]
     if num_ranks > 1:
         return tuple(several)
     alone: tuple[StrategyName, ...] = ("single", "fsdp", "zero1", "zero2", "zero3")
@@ -336,7 +338,9 @@ def _savings(config: RunConfig, mesh: Mesh, kind: str) -> Iterator[tuple[Recompu
     recompute, offload = config.train.activation_checkpointing, config.parallel.offload
     if offload == "auto" and kind == "cpu":
         offload = "none"
-    there = ("none", *offloads(mesh.strategy, tp=mesh.tp, pp=mesh.pp))
+    there: tuple[str, ...] = ("none", *offloads(mesh.strategy, tp=mesh.tp, pp=mesh.pp))
+    if config.train.optimizer == "muon":
+        there = ("none",)
     possible = [each for each in OFFLOAD if each in there]
     for recomputed in RECOMPUTE if recompute == "auto" else (recompute,):
         for offloaded in possible if offload == "auto" else (offload,):

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from training.facts.muon import SENT_BYTES
 from training.planner.cluster import HOST_ADAM_GB_PER_S, PCIE_GB_PER_S, Cluster
 from training.planner.cost_model import SHARING, CostModel
 from training.planner.job import Job, Layout, chunk_tokens
-from training.planner.memory import key_value_bytes, stage_layers, stage_parameters
+from training.planner.memory import hidden_parameters, key_value_bytes, stage_layers, stage_parameters
 
 BUCKET_BYTES = 25 * 2**20
 TP_OPS = 20.0  # two sums a layer, each of which takes the host some ten operations' time
@@ -294,7 +295,28 @@ def _update_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, n
         if layout.offload == "parameters":  # each micro-batch: its fp32 shards twice, its gradients back
             moved = layout.accumulation * (2 * model.program.weight_bytes + model.program.reduce_bytes) * own
         parts["offload"] = moved / (PCIE_GB_PER_S * 1e9)
+    if model.program.orthogonalizes:
+        parts |= _muon_s(job, layout, model, cluster, num_shards=num_shards)
     if sharing.gathers_update and layout.gradient_ranks > 1 and not model.time.hides_update:
         link = cluster.link(num_shards, stride=layout.tp)
         parts["dp exposed update"] = link.gather_s(model.program.weight_bytes * parameters, num_shards)
+    return parts
+
+
+def _muon_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, num_shards: int) -> dict[str, float]:
+    """Seconds of Muon's products, which the ranks that hold the same matrices share out, and of their messages.
+
+    Parts of momenta go to the rank that orthogonalizes, where they are split; updates come back (strategies/muon.py).
+    """
+    sharing = SHARING[layout.strategy]
+    holders = num_shards if layout.strategy == "local-sgd" else layout.gradient_ranks
+    ranks = holders * layout.tp
+    flops = stage_layers(job, layout) * job.orthogonalizing_flops / ranks
+    parts = {"orthogonalizing": flops / (model.time.sustained * cluster.matmul_tflops * 1e12)}
+    if ranks > 1:
+        stage = 0 if layout.at is None else layout.at[1]
+        own = hidden_parameters(job, layout, stage=stage) / (num_shards if sharing.stage >= 1 else 1)
+        messages = 2 if sharing.stage >= 1 or layout.tp > 1 else 1
+        link = cluster.link(ranks)
+        parts["muon exposed"] = messages * link.gather_s(SENT_BYTES * own, ranks)
     return parts

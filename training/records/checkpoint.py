@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from training.config.parallel import Stages
 from training.config.run import CheckpointConfig
@@ -47,6 +48,7 @@ class CheckpointManifest(Record):
     step: int
     tokens: int
     strategy: str
+    optimizer: Literal["adamw", "muon"] = "adamw"
     mesh: dict[str, int]
     stages: Stages = ()
     sequence_parallel: bool = False

@@ -51,6 +51,7 @@ class ModelSizes(Record):
 
     A tied matrix counts once, in `before`. `looked_up`: parameters of `before` from which a token takes rows, and which
     it is never multiplied with. `buffers`: numbers in persistent buffers, which are saved but not trained.
+    `why_not_muon`: why Muon cannot train it; empty: it can.
     """
 
     counted: str = NOT_COUNTED
@@ -59,6 +60,7 @@ class ModelSizes(Record):
     after: Part = Part()
     looked_up: int = 0
     buffers: int = 0
+    why_not_muon: str = ""
     tied: bool = False
 
     @property

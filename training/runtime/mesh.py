@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -164,6 +164,33 @@ def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None
     dist.all_reduce(flat, group=group)
     sums = flat.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(sums, tensors, strict=True)])
+
+
+def exchange(
+    sent: Mapping[int, Sequence[Tensor]],
+    shapes: Mapping[int, Sequence[torch.Size]],
+    *,
+    peers: Sequence[int],
+    group: dist.ProcessGroup | None,
+    like: Tensor,
+) -> dict[int, tuple[Tensor, ...]]:
+    """Send each peer some tensors, in one message; return by peer what comes, in these `shapes`. Collective.
+
+    `peers`: the group's ranks in the world. `like`: has the dtype of all tensors, and the device.
+    """
+    counts = {rank: [shape.numel() for shape in shapes.get(rank, ())] for rank in peers}
+    output_sizes = [sum(counts[rank]) for rank in peers]
+    input_sizes = [sum(tensor.numel() for tensor in sent.get(rank, ())) for rank in peers]
+    flat = torch.cat([like.new_empty(0), *(tensor.flatten() for rank in peers for tensor in sent.get(rank, ()))])
+    output = flat.new_empty(sum(output_sizes))
+    dist.all_to_all_single(output, flat, output_sizes, input_sizes, group=group)
+    return {
+        rank: tuple(
+            piece.view(shape) for piece, shape in zip(row.split(counts[rank]), shapes.get(rank, ()), strict=True)
+        )
+        for rank, row in zip(peers, output.split(output_sizes), strict=True)
+        if counts[rank]
+    }
 
 
 def _scattered_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

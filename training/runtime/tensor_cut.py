@@ -106,6 +106,14 @@ def parts_of(tensor: Tensor, *, cut: Cut | None, ranks: Tensor) -> Parts:
     return Parts(own, whole, holders, _part_shapes(whole, cut, pieces, shards), join)
 
 
+def split_like(parts: Parts, whole: Tensor, *, cut: Cut | None, tp: int) -> list[Tensor]:
+    """Return what `parts.join` joins to `whole`: the parts of a row of holders, as `parts_of` made them of `cut`."""
+    pieces = [whole] if cut is None else cut.pieces(whole, tp)
+    shards = len(parts.part_shapes) // len(pieces)
+    by_shard = zip(*(piece.split(_rows_of_shards(len(piece), shards)) for piece in pieces), strict=True)
+    return list(itertools.chain.from_iterable(by_shard))
+
+
 @functools.cache
 def _part_shapes(shape: torch.Size, cut: Cut | None, pieces: int, shards: int) -> tuple[torch.Size, ...]:
     whole = torch.empty(shape, device="meta")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from training.data.batch import Batch, Share
 from training.models.family import layers_of
+from training.models.hidden_matrices import hidden_matrices
 from training.models.language_model import LanguageModel
 from training.records.plan import RankPlan
 from training.runtime.mesh import Mesh
@@ -60,7 +61,8 @@ class Strategy(Protocol):
         """
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
-        """Return the same of AdamW's moments, as NAME.exp_avg and NAME.exp_avg_sq; frozen parameters have none."""
+        """Return the same of the moments: AdamW's NAME.exp_avg and NAME.exp_avg_sq, and Muon's NAME.momentum_buffer;
+        frozen parameters have none."""
 
     def optimizer_scalars(self) -> dict[str, Tensor]:
         """Return the optimizer's scalars [], the same on all ranks: `step`, …."""
@@ -98,6 +100,8 @@ def parallelize(
     `model` is in host memory, unfilled; each rank takes its part of the whole `weights`. The model moves to the device
     after it is split; fsdp, hsdp and zero3 move it layer by layer, since the models that need them do not fit whole.
     """
+    if plan.config.train.optimizer == "muon" and model.training:
+        model.matrices = hidden_matrices(model.hf)
     if plan.mesh["tp"] > 1:
         tensor.shard_matrices(model, mesh["tp"], sequence_parallel=plan.sequence_parallel)
     if plan.cp > 1:

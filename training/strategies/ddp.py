@@ -76,7 +76,8 @@ class Ddp(TorchStrategy):
         return stats
 
     def sent_bytes(self) -> int:
-        return self.dense_bytes if self.compression is None else self.compression.sent_since_last()
+        gradients = self.dense_bytes if self.compression is None else self.compression.sent_since_last()
+        return gradients + self.exchanged_bytes
 
     def rank_state(self) -> dict[str, Tensor]:
         return {} if self.compression is None else self.compression.state()

@@ -140,4 +140,4 @@ class Fsdp(TorchStrategy):
         return nullcontext()
 
     def sent_bytes(self) -> int:
-        return self.sent
+        return self.sent + self.exchanged_bytes

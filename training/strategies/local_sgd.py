@@ -30,7 +30,6 @@ from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts
 from training.strategies.compression import unpack
 from training.strategies.ddp import Ddp
-from training.strategies.optim import MOMENTS
 from training.strategies.stats import StepStats
 
 
@@ -137,11 +136,14 @@ class LocalSgd(Ddp):
             join=mean,
         )
 
+    def ranks_alike(self, name: str) -> Tensor:
+        return self.all_ranks.unflatten(0, (self.across.size(), -1))[self.across.rank()]
+
     def rank_state(self) -> dict[str, Tensor]:
         """Return the weights, moments and outer step's state of the parameters that this rank owns in its group."""
         state = {f"group.{name}": p.detach() for name, p in self.owned.items()}
         for name, p in self.owned.items():
-            state |= {f"group.{name}.{moment}": self.optimizer.state[p][moment] for moment in MOMENTS}
+            state |= {f"group.{name}.{moment}": self.optimizer.state[p][moment] for moment in self.moment_names(p)}
         state |= {f"agreed.{name}": tensor for name, tensor in self.outer_weights.items()}
         return state | {f"velocity.{name}": tensor for name, tensor in self.outer_momenta.items()}
 
@@ -149,8 +151,12 @@ class LocalSgd(Ddp):
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
         super().load_rank_state(state)
         self._broadcast([list(owned.values()) for owned in self.owned_by_rank])
-        for moment in MOMENTS:
-            self._broadcast([[self.optimizer.state[p][moment] for p in owned.values()] for owned in self.owned_by_rank])
+        self._broadcast(
+            [
+                [self.optimizer.state[p][moment] for p in owned.values() for moment in self.moment_names(p)]
+                for owned in self.owned_by_rank
+            ]
+        )
 
 
 def _deal_out(parameters: Mapping[str, nn.Parameter], ranks: int) -> list[dict[str, nn.Parameter]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,17 @@ def parameter_groups(parameters: Sequence[nn.Parameter], *, weight_decay: float)
 
 
 def build_adamw(
-    model: nn.Module, train: TrainConfig, *, fused: bool, shards: Sequence[nn.Parameter] | None = None
+    model: nn.Module,
+    train: TrainConfig,
+    *,
+    fused: bool,
+    shards: Sequence[nn.Parameter] | None = None,
+    build: Callable[..., torch.optim.AdamW] = torch.optim.AdamW,
 ) -> torch.optim.AdamW:
     """Return AdamW for the trainable parameters; for a model in eval mode, one without parameters.
 
-    `shards`: shards of these parameters, which are updated instead. Raises ValueError if there is nothing to train.
+    `shards`: shards of these parameters, which are updated instead. `build`: makes it of groups and AdamW's arguments.
+    Raises ValueError if there is nothing to train.
     """
     trained = [p for p in model.parameters() if p.requires_grad] if shards is None else shards
     groups = [group for group in parameter_groups(trained, weight_decay=train.weight_decay) if group["params"]]
@@ -37,7 +43,7 @@ def build_adamw(
             "train.freeze leaves a pipeline stage nothing to train: freeze less, or lower parallel.pp or "
             "parallel.pp_stages_per_rank"
         )
-    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(train.beta1, train.beta2), fused=fused)
+    return build(groups, lr=train.learning_rate, betas=(train.beta1, train.beta2), fused=fused)
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.models.document_attention import attend_by_document
-from training.models.family import Family, is_linear
+from training.models.family import BLOCKS, Family, is_linear
 from training.models.language_model import LanguageModel
 from training.runtime.mesh import (
     copy_to_group,
@@ -34,8 +34,6 @@ from training.runtime.mesh import (
 )
 from training.runtime.tensor_cut import Cut
 
-# How many blocks a matrix consists of, of which each is cut: gate and up, or q, k and v.
-BLOCKS = {"packed_colwise": 2, "packed_rowwise": 2, "packed_colwise 3": 3}
 BY_OUTPUTS = ("colwise", "packed_colwise", "packed_colwise 3", "colwise_gather_output", "colwise_rep")
 BY_INPUTS = ("rowwise", "rowwise_split_input", "packed_rowwise")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,10 +17,11 @@ from training.models.freezing import without_gradient
 from training.models.language_model import LanguageModel
 from training.models.state import state_of
 from training.records.plan import RankPlan
-from training.runtime.mesh import Mesh, all_reduce_together
+from training.runtime.mesh import Mesh, all_reduce_together, make_groups
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts, own_part, parts_of, sharded_like
 from training.strategies.float8 import scale_float8_weights
+from training.strategies.muon import MUON_MOMENTS, Held, Muon, peers_of
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.sharded_optimizer import ShardedOptimizer
 from training.strategies.stats import StepStats
@@ -70,7 +72,9 @@ class TorchStrategy:
         if self.sharded is not None:
             self.trained = self.sharded.shards
         self.parameters = list(self.trained.values())
-        self.optimizer = build_adamw(model, train, fused=True, shards=self.parameters)
+        self.held = self._hidden_matrices() if train.optimizer == "muon" and model.training else {}
+        self.optimizer = build_adamw(model, train, fused=True, shards=self.parameters, build=self._builder(plan))
+        self.exchanged_bytes = self.optimizer.sent_bytes if isinstance(self.optimizer, Muon) else 0
         self.norm_parameters = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
         # Their gradient covers only this tp rank's pieces of sequences, or heads.
         self.of_pieces: list[nn.Parameter] = []
@@ -81,9 +85,33 @@ class TorchStrategy:
         for parameter in self.parameters:  # AdamW makes this state at its first step: a checkpoint may come earlier
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+                **{name: torch.zeros_like(parameter, requires_grad=False) for name in self.moment_names(parameter)},
             }
+
+    def _hidden_matrices(self) -> dict[nn.Parameter, Held]:
+        """Return the parameters that Muon updates, and where their parts are."""
+        return {
+            p: Held(
+                name,
+                matrix=self.model.matrices[name],
+                parts=parts_of(p.detach(), cut=self.model.cuts.get(name), ranks=self.ranks_alike(name)),
+                cut=self.model.cuts.get(name),
+            )
+            for name, p in self.trained.items()
+            if name in self.model.matrices
+        }
+
+    def _builder(self, plan: RankPlan) -> Callable[..., torch.optim.AdamW]:
+        if plan.config.train.optimizer != "muon" or not self.model.training:
+            return torch.optim.AdamW
+        groups = peers_of(plan)
+        peers = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        made = make_groups(plan, [ranks for ranks in groups if len(ranks) > 1])
+        return functools.partial(Muon, held=self.held, peers=peers, group=made.get(peers), tp=self.all_ranks.shape[1])
+
+    def moment_names(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """Return the names of the tensors that the optimizer keeps of a parameter."""
+        return MUON_MOMENTS if parameter in self.held else MOMENTS
 
     def saved_names(self) -> dict[str, Tensor]:
         """Return this rank's parameters, or its pieces of them, and persistent buffers, by the name in the files."""
@@ -200,7 +228,7 @@ class TorchStrategy:
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
         for name, parameter in self.trained.items():
-            for moment in MOMENTS:
+            for moment in self.moment_names(parameter):
                 yield f"{name}.{moment}", self.parts(name, self.optimizer.state[parameter][moment])
 
     def optimizer_scalars(self) -> dict[str, Tensor]:
@@ -217,7 +245,8 @@ class TorchStrategy:
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         for name, parameter in self.trained.items():
-            moments = {moment: self.own(name, state[f"{name}.{moment}"], parameter) for moment in MOMENTS}
+            names = self.moment_names(parameter)
+            moments = {moment: self.own(name, state[f"{name}.{moment}"], parameter) for moment in names}
             self.optimizer.state[parameter] = {
                 "step": state["step"].to(parameter.device, copy=True),
                 # On a CPU, views of the mapped checkpoint file must not stay: on tmpfs they would keep it in memory.
@@ -239,6 +268,10 @@ class TorchStrategy:
     def ranks_with(self, name: str) -> Tensor:
         """Return the ranks that hold a parameter or buffer, and save it, [dp, tp]."""
         return self.all_ranks
+
+    def ranks_alike(self, name: str) -> Tensor:
+        """Return the ranks that hold the same weights, or parts of them, and make the same update, [dp, tp]."""
+        return self.ranks_with(name)
 
     def own(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
         cut = self.model.cuts.get(name)

@@ -1,6 +1,6 @@
 """ZeRO stages 1, 2 and 3 by DeepSpeed: optimizer state, gradients and weights sharded over the ranks.
 
-With tensor or pipeline parallelism, stage 1 is training/strategies/sharded_optimizer.py instead of DeepSpeed's.
+With tensor or pipeline parallelism, or Muon, stage 1 is training/strategies/sharded_optimizer.py, not DeepSpeed's.
 
 Weights stay fp32 and products are autocast inside LanguageModel, as in the other strategies, so that a run
 may change strategy without changing its arithmetic. DeepSpeed's JSON is derived from the plan, never written by hand.
@@ -33,7 +33,7 @@ from training.strategies.torch_strategy import TorchStrategy
 
 
 def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero | TorchStrategy:
-    if plan.mesh["tp"] > 1:
+    if plan.mesh["tp"] > 1 or plan.config.train.optimizer == "muon":
         return TorchStrategy(plan, mesh, model, weights, module=model, shard_optimizer=True)
     if ZERO_STAGE[plan.strategy] < 3:
         fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over

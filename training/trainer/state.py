@@ -112,7 +112,7 @@ def build_state(plan: RunPlan, unfilled: Unfilled, found: Path | None, *, rank: 
     torch.manual_seed(plan.config.train.seed + rank.rank // alike)
     resumed = load.load_state(found, strategy=strategy, rank=rank, plan=plan) if found is not None else None
     if found is None and plan.config.train.optimizer_path:
-        load.load_moments(Path(plan.local(plan.config.train.optimizer_path)), strategy)
+        load.load_moments(Path(plan.local(plan.config.train.optimizer_path)), strategy, plan)
     micro_batches = MicroBatches(sizes_in_force(plan, resumed), plan.accumulation)
     loader = Loader(plan, dp_rank=plan.places[rank.rank].dp, device=rank.device, micro_batches=micro_batches)
     return TrainingState(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, micro_batches, resumed)

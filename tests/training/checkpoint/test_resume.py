@@ -23,9 +23,10 @@ OWN: dict[str, Layout] = {  # ranks hold what no other has
     "topk": (2, {"parallel__strategy": "ddp", "parallel__compression": "topk"}),
     "powersgd": (2, {"parallel__strategy": "ddp", "parallel__compression": "powersgd", "parallel__powersgd_rank": 2}),
     "groups": (2, {"parallel__strategy": "local-sgd", "parallel__group_ranks": 1, "parallel__outer_every_steps": 7}),
+    "muon": (2, {"parallel__strategy": "fsdp", "train__optimizer": "muon"}),
     "groups 4": (4, {"parallel__strategy": "local-sgd", "parallel__group_ranks": 2, "parallel__outer_every_steps": 7}),
 }
-SLOW = ("ddp", "ddp 4", "zero1", "zero2", "zero3", "tp", "sp", "cp", "pp", "topk", "groups")
+SLOW = ("ddp", "ddp 4", "zero1", "zero2", "zero3", "tp", "sp", "cp", "pp", "topk", "groups", "muon")
 LONG = (
     "powersgd",
     "groups 4",

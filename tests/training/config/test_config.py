@@ -22,6 +22,14 @@ COMBINATIONS = [
     ({"model__path": "somewhere"}, "would not be used: set model.init=pretrained"),
     ({"train__micro_batch": 9}, "train.micro_batch = 9 exceeds train.global_batch = 8"),
     ({"train__learning_rate": 1e-6}, "train.min_learning_rate"),
+    (
+        {"train__optimizer": "muon", "parallel__strategy": "zero2"},
+        "muon does not run with parallel.strategy=zero2, which cuts gradients into flat pieces",
+    ),
+    (
+        {"train__optimizer": "muon", "parallel__strategy": "fsdp", "parallel__offload": "parameters"},
+        "parallel.offload=parameters, since its products would run on the host: set parallel.offload=none",
+    ),
     ({"evaluation__every_steps": 0, "evaluation__early_stop_validations": 3}, "= 3 needs validations while training"),
     ({"launch__launcher": "kubernetes"}, "launch.launcher=kubernetes needs launch.image"),
     (

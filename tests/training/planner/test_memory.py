@@ -204,6 +204,28 @@ def test_groups_that_talk_at_once_share_their_hosts_network() -> None:
     assert found.link(8, stride=2).gb_per_s == 50
 
 
+@pytest.mark.parametrize(("strategy", "tp", "messages"), [("ddp", 1, 1), ("fsdp", 1, 2), ("ddp", 8, 2)])
+def test_muon_is_priced(strategy: Any, tp: int, messages: int) -> None:
+    """It keeps 4 bytes less of each parameter in layers; 8 or 64 ranks share 5 width / tokens of a step's products."""
+    found = cluster_of(hypothetical_inventory("8x8xA100-80GB-SXM,8x200Gb"), [8] * 8, precision="bf16")
+    layout = replace(ONE, strategy=strategy, tp=tp, dp=8)
+    shards = 8 if strategy == "fsdp" else 1
+    adamw, muon = (
+        our_cost_model(GPT3, strategy, kind="cuda", is_undivided=tp == 1, muon=each) for each in (False, True)
+    )
+    kept = [memory_gib(GPT3, layout, each, num_shards=shards)["optimizer"] for each in (adamw, muon)]
+    hidden = GPT3.hidden_of_rank([96], range(1), tp=tp)
+    assert hidden / stage_parameters(GPT3, layout) > 0.99
+    assert (kept[0] - kept[1]) * 2**30 == pytest.approx(4 * hidden / shards, rel=1e-6)
+    before, after = (step_s(GPT3, layout, each, found, num_shards=8) for each in (adamw, muon))
+    tokens = 8 * layout.accumulation * GPT3.context
+    assert after["orthogonalizing"] / before["products"] == pytest.approx(5 * 12288 / tokens, rel=0.3)
+    own = hidden / (8 if strategy == "fsdp" else 1)
+    sent = messages * found.link(8 * tp).gather_s(2 * own, 8 * tp)
+    assert after["muon exposed"] == pytest.approx(sent)
+    assert not {"orthogonalizing", "muon exposed"} & before.keys()
+
+
 def test_published_rows_come_out() -> None:
     """On the rows that no efficiency was fitted to."""
     found = summary([compared(row) for row in rows()])

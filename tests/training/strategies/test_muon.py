@@ -1,0 +1,200 @@
+"""Muon makes torch.optim.Muon's update, and every layout of ranks makes that of one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.layouts import LAYOUTS, Layout
+from tests.support.ranks import Ranks, losses, run_ranks
+from tests.training.strategies.test_strategies import COMMON, SMALL, final
+from training.checkpoint.safetensors_files import TensorFiles
+from training.config.train import TrainConfig
+from training.models.hidden_matrices import HiddenMatrix, hidden_matrices
+from training.models.sizes import sizes_of
+from training.records.checkpoint import checkpoint_folder
+from training.runtime.tensor_cut import whole_on_each
+from training.strategies.muon import Held, Muon
+from training.strategies.optim import build_adamw
+
+MUON: dict[str, Any] = {"train__optimizer": "muon"}
+REFUSED = {"zero2", "zero3", "zero2 offload", "zero3 offload", "zero2 4", "zero3 4"}
+QUICK = {"fsdp"}
+LONG = set(LAYOUTS) - QUICK - {"ddp", "tp", "pp", "hsdp 4", "fsdp x tp", "zero1", "unlike", "local-sgd"}
+SINGLE: Layout = (1, {"parallel__strategy": "single"})
+# A sum of gradients in another order moves some numbers to the next bf16, 0.4% away, before the products. Measured over
+# all layouts: losses by 8e-6, and each weight by 0.5% of its norm at most.
+LOSS_BOUND, WEIGHT_BOUND = 2e-5, 0.02
+
+
+def assert_equal_within_bf16(expected: Path, got: Path) -> None:
+    one, many = losses(expected), losses(got)
+    assert one.keys() == many.keys()
+    assert max(abs(one[step] - many[step]) for step in one) < LOSS_BOUND * one[1]
+    ours, theirs = final(expected), final(got)
+    assert set(ours) == set(theirs)
+    for name in ours:
+        assert (ours[name] - theirs[name]).norm() < WEIGHT_BOUND * ours[name].norm(), name
+
+
+def tiny(model_type: str, **more: Any) -> Any:
+    """A model of a type, of two layers, on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes, **more))
+
+
+def test_the_update_is_that_of_torch() -> None:
+    """To the bit, of a matrix, of two in one tensor, and of an expert's; AdamW updates what is no hidden matrix."""
+    torch.manual_seed(0)
+    shapes = {"one": (24, 40), "fused": (32, 48), "experts": (3, 16, 24), "norm": (24,), "embedding": (64, 24)}
+    ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    made_of = {"one": HiddenMatrix(), "fused": HiddenMatrix(1, 2), "experts": HiddenMatrix(1)}
+    theirs = {
+        "one": [ours["one"].detach().clone()],
+        "fused": [block.clone() for block in ours["fused"].detach().chunk(2, 1)],
+        "experts": [each.clone() for each in ours["experts"].detach()],
+    }
+    rest = {name: nn.Parameter(ours[name].detach().clone()) for name in ("norm", "embedding")}
+    held = {
+        ours[name]: Held(name, matrix=matrix, parts=whole_on_each(ours[name].detach(), [0]), cut=None)
+        for name, matrix in made_of.items()
+    }
+    train = TrainConfig(optimizer="muon", learning_rate=0.01)
+    build = functools.partial(Muon, held=held, peers=(0,), group=None, tp=1)
+    optimizer = build_adamw(nn.ParameterDict(ours), train, fused=True, build=build)
+    adamw = build_adamw(nn.ParameterDict(rest), train, fused=True)
+    torchs = torch.optim.Muon(
+        [matrix.requires_grad_() for matrices in theirs.values() for matrix in matrices],
+        lr=0.01,
+        weight_decay=train.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    for matrix in held:
+        optimizer.state[matrix] = {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(matrix)}
+    for _ in range(3):
+        for name, parameter in ours.items():
+            parameter.grad = torch.randn(shapes[name])
+            if name in rest:
+                rest[name].grad = parameter.grad.clone()
+        grads = {name: ours[name].grad for name in made_of}
+        for name, matrices in theirs.items():
+            parts = {"one": [grads["one"]], "fused": grads["fused"].chunk(2, 1), "experts": grads["experts"]}[name]  # type: ignore[union-attr]
+            for matrix, grad in zip(matrices, parts, strict=True):  # type: ignore[arg-type]
+                matrix.grad = grad.clone()  # type: ignore[union-attr]
+        for each in (optimizer, torchs, adamw):
+            each.step()
+    for name, matrix in made_of.items():
+        assert torch.equal(matrix.apart(ours[name].detach()), torch.stack(theirs[name])), name
+    for name, parameter in rest.items():
+        torch.testing.assert_close(ours[name], parameter, rtol=1e-6, atol=1e-7)
+
+
+def test_hidden_matrices_are_found_by_their_place_and_shape() -> None:
+    gpt2 = hidden_matrices(tiny("gpt2"))
+    assert not [name for name in gpt2 if "wte" in name or "wpe" in name or "ln_" in name or name.endswith("bias")]
+    assert len(gpt2) == 2 * 4
+    mixtral = hidden_matrices(tiny("mixtral", intermediate_size=48, num_key_value_heads=2, num_local_experts=4))
+    experts = [name for name, matrix in mixtral.items() if "experts" in name]
+    assert len(experts) == 2 * 2, "gate and up in one tensor, and down, of all experts"
+    assert "lm_head.weight" not in mixtral
+
+
+def test_fused_attention_is_taken_apart_or_refused_by_name() -> None:
+    assert hidden_matrices(tiny("gpt2"))["transformer.h.0.attn.c_attn.weight"] == HiddenMatrix(1, 3)
+    with pytest.raises(ValueError, match=r"query_key_value.weight holds queries, keys and values in one matrix"):
+        hidden_matrices(tiny("gpt_neox", intermediate_size=64))
+    assert "query_key_value" in sizes_of(tiny("gpt_neox", intermediate_size=64), counted="").why_not_muon
+
+
+@pytest.fixture(scope="module")
+def alone(make_run: Callable[..., Path]) -> Path:
+    plan_path = make_run("muon alone", **COMMON, **MUON, parallel__strategy="single", train__micro_batch=8)
+    run_ranks(plan_path)
+    return plan_path
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[*[pytest.mark.slow] * (name not in QUICK), *[pytest.mark.long] * (name in LONG)])
+        for name in LAYOUTS
+        if name not in REFUSED
+    ],
+)
+def test_every_layout_makes_the_update_of_one_process(layout: str, alone: Path, make_run: Callable[..., Path]) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    plan_path = make_run(f"muon {layout}", ranks=ranks, **COMMON, **SMALL, **MUON, **overrides)
+    run_ranks(plan_path)
+    assert_equal_within_bf16(alone, plan_path)
+
+
+@pytest.mark.slow
+def test_fused_attention_is_whole_for_tp_ranks_too(make_run: Callable[..., Path]) -> None:
+    model = {"model__architecture": "gpt2", "model__kv_heads": 0}
+    plans = [
+        make_run(f"muon gpt2 {name}", ranks=ranks, **COMMON, **SMALL, **MUON, **model, **overrides)
+        for name, (ranks, overrides) in {"alone": SINGLE, "tp": LAYOUTS["tp"]}.items()
+    ]
+    for plan_path in plans:
+        run_ranks(plan_path)
+    assert_equal_within_bf16(*plans)
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_its_layout_is_the_run_of_one_process(make_run: Callable[..., Path]) -> None:
+    chain = ("ddp", "fsdp", "tp", "pp", "zero1", "single")
+    common = {**COMMON, **MUON, "train__decay_steps": len(chain), "train__micro_batch": 1}
+
+    def leg(name: str, layout: Layout, *, until: int) -> Path:
+        return make_run(f"muon {name}", ranks=layout[0], **(common | {"train__steps": until}), **layout[1])
+
+    whole, moving = leg("whole", SINGLE, until=len(chain)), leg("moving", SINGLE, until=1)
+    run_ranks(whole)
+    for number, name in enumerate(chain, start=1):
+        leg(f"leg {number}", LAYOUTS.get(name, SINGLE), until=number).rename(moving)
+        run_ranks(moving)
+    assert losses(moving).keys() == losses(whole).keys()
+    assert max(abs(loss - losses(moving)[step]) for step, loss in losses(whole).items()) < LOSS_BOUND * losses(whole)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp x tp", marks=pytest.mark.long)])
+def test_a_resumed_run_has_the_same_bits(layout: str, make_run: Callable[..., Path]) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    common = {**COMMON, **SMALL, **MUON, "model__layers": 2, "evaluation__every_steps": 0, "train__decay_steps": 4}
+    plans = [
+        make_run(f"bits {name} {layout}", ranks=ranks, **(common | {"train__steps": steps}), **overrides)
+        for name, steps in {"whole": 4, "stopped": 2, "resumed": 4}.items()
+    ]
+    whole, stopped, resumed = plans
+    for plan_path in (whole, stopped):
+        run_ranks(plan_path)
+    resumed.rename(stopped)
+    run_ranks(stopped)
+    for kind in ("model", "optimizer"):
+        one, two = (TensorFiles(checkpoint_folder(each.parent, 4), kind) for each in (whole, stopped))
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_moments_of_the_other_optimizer_are_left_and_it_is_said(make_run: Callable[..., Path]) -> None:
+    common = {**COMMON, **SMALL, "model__layers": 1, "evaluation__every_steps": 0, **SINGLE[1]}
+    plan_path = make_run("from adamw", **(common | {"train__steps": 2}))
+    run_ranks(plan_path)
+    make_run("to muon", **(common | MUON | {"train__steps": 3})).rename(plan_path)
+    ranks = Ranks(plan_path)
+    ranks.finish()
+    assert "has the moments of train.optimizer=adamw, which muon does not take" in ranks.log()
+    moments = TensorFiles(checkpoint_folder(plan_path.parent, 3), "optimizer")
+    assert moments["step"] == 1
+    assert "model.layers.0.mlp.up_proj.weight.momentum_buffer" in moments
+    assert "model.layers.0.mlp.up_proj.weight.exp_avg" not in moments
