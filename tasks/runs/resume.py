@@ -76,6 +76,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.beta2", "breaks", OTHER_UPDATES),
     ("train.weight_decay", "breaks", OTHER_UPDATES),
     ("train.clip_norm", "breaks", OTHER_UPDATES),
+    ("train.z_loss", "breaks", "later steps minimize another loss"),
     ("train.optimizer_path", "breaks", OTHER_UPDATES),
     ("train.freeze", "breaks", "later steps train fewer parameters"),
     ("train.residual", "breaks", "later steps use other arithmetic"),

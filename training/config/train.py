@@ -91,6 +91,14 @@ class TrainConfig(Section):
         ge=0,
         description="Maximum norm of the gradient, to which larger gradients are scaled down; 0 disables clipping.",
     )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Coefficient of the z-loss, the squared logarithm of the softmax's sum at each predicted token, "
+        "which keeps logits from drifting; 1e-4 in PaLM (Chowdhery et al. 2022). It is trained and logged as `z_loss`; "
+        "`loss` stays cross-entropy. 0: none.",
+    )
     optimizer_path: str = Field(
         "",
         description="Folder or URL of a checkpoint from which training takes AdamW's moments; its weights are "

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from training.data.batch import MicroBatches
 from training.data.loader import documents_in
@@ -33,7 +33,7 @@ class StepOutcome:
     loss_scale: float
     skipped: bool
     nonfinite_ranks: tuple[int, ...]  # ranks whose own loss is not finite
-    auxiliary_loss: float | None = None  # what the model's class adds to it; None: nothing
+    added: Mapping[str, float] = field(default_factory=dict)  # losses beside it, by metric, coefficients included
 
     @property
     def finite(self) -> bool:

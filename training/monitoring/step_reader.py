@@ -1,8 +1,8 @@
 """Reads the results of steps from the device, only at log points: losses, gradient norms, and whether they are finite.
 
 Between log points a step only appends to a list, because reading a tensor would make the host wait for the device. At a
-log point all steps since the last one are read together, in one all-gather of 16 bytes per step (24 with an auxiliary
-loss) and some 60 per rank.
+log point all steps since the last one are read together, in one all-gather of 16 bytes per step, 8 more for each loss
+beside cross-entropy, and some 60 per rank.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepReader:
         device = self.rank.device
         losses = [stats.loss_sum for _, stats in self.unread]
         norms = [stats.grad_norm for _, stats in self.unread]
-        added = [stats.auxiliary_sum for _, stats in self.unread if stats.auxiliary_sum is not None]  # all, or none
+        added = [part for _, stats in self.unread for part in stats.added.values()]  # the same metrics in all steps
         steps = torch.stack([value.detach().to(device, torch.float64) for value in losses + norms + added])
         own = torch.cat([steps, torch.tensor(sample, dtype=torch.float64, device=device)])
         everyone = [torch.empty_like(own) for _ in range(self.rank.world_size)]
@@ -69,13 +69,15 @@ class StepReader:
 
     def _outcome(self, place: int, ranks: list[list[float]]) -> StepOutcome:
         step, stats = self.unread[place]
-        losses, added = [rank[place] for rank in ranks], None
-        if stats.auxiliary_sum is not None:
-            added = sum(rank[2 * len(self.unread) + place] for rank in ranks) / stats.num_targets
+        losses, first = [rank[place] for rank in ranks], 2 * len(self.unread) + place * len(stats.added)
+        added = {
+            name: sum(rank[at] for rank in ranks) / stats.num_targets
+            for at, name in enumerate(stats.added, start=first)
+        }
         return StepOutcome(
             step=step,
-            loss=sum(losses) / stats.num_targets - (added or 0.0),
-            auxiliary_loss=added,
+            loss=sum(losses) / stats.num_targets - sum(added.values()),
+            added=added,
             grad_norm=sum(rank[len(self.unread) + place] for rank in ranks) / len(ranks),  # local-sgd's groups differ
             loss_scale=stats.loss_scale,
             skipped=stats.skipped,
@@ -86,9 +88,7 @@ class StepReader:
         """Return a row of the newest step since the last row, without a loss if no update was made."""
         row: dict[str, float] = {}
         if self.latest is not None:
-            row |= {"loss": self.latest.loss, "grad_norm": self.latest.grad_norm}
-            if self.latest.auxiliary_loss is not None:
-                row["auxiliary_loss"] = self.latest.auxiliary_loss
+            row |= {"loss": self.latest.loss, "grad_norm": self.latest.grad_norm, **self.latest.added}
         if self.is_scaled:
             row["loss_scale"] = self.loss_scale
         if self.finite.skipped:

@@ -288,6 +288,11 @@ def _assumptions(
             f"vocabulary {ASSUMED_VOCAB[tokenizer.kind]:,}: assumed, because the corpus is not tokenized yet"
         )
     reasons += warn_of_warmup(train, steps=steps)
+    if train.z_loss:
+        reasons.append(
+            f"loss: train.z_loss={train.z_loss:g} adds {train.z_loss:g} x log(Z)^2 of every predicted token, logged as "
+            "z_loss; loss, val_loss and evaluation stay cross-entropy"
+        )
     if wants_trial(config, inventory.device_kind, compiled=compiled):
         if config.train.micro_batch:
             reasons.append("compile: a trial of a few steps will confirm that compiled layers work and fit")

@@ -138,7 +138,7 @@ class TorchStrategy:
         self.scale.update(overflow=skipped)
         return StepStats(
             loss_sum=self.counted_once(loss_sum),
-            auxiliary_sum=self.model.auxiliary.take(),
+            added={name: self.counted_once(part) for name, part in self.model.take_added(loss_sum.device).items()},
             num_targets=num_targets,
             grad_norm=norm,
             loss_scale=scale,

@@ -160,9 +160,10 @@ class Zero:
         skipped = self.may_skip and self.optimizer.overflow
         norm = self.engine.get_global_grad_norm()
         self.scale.update(overflow=skipped)
+        loss_sum = torch.stack(losses).sum()
         return StepStats(
-            loss_sum=torch.stack(losses).sum(),
-            auxiliary_sum=self.model.auxiliary.take(),
+            loss_sum=loss_sum,
+            added=self.model.take_added(loss_sum.device),
             num_targets=share.num_targets,
             grad_norm=torch.as_tensor(float("inf") if skipped or norm is None else norm),
             loss_scale=scale,
