@@ -117,8 +117,8 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Return the loss fp32 [], summed over targets; the arguments are int64 [batch, context], as in Batch.
 
-        If cp ranks split sequences, the sum is over the targets of this rank's tokens. In training it includes what the
-        class adds to cross-entropy, and the z-loss, which `take_added` returns; in evaluation it is cross-entropy alone.
+        If cp ranks split sequences, the sum is over the targets of this rank's tokens. In training it includes what
+        is added to cross-entropy, which `take_added` returns; in evaluation it is cross-entropy alone.
         """
         with self.autocast(inputs.device):
             if self.family is not None:
