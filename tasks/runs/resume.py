@@ -65,6 +65,8 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.cooldown_steps", "schedule", ""),
     ("train.max_hours", "exact", ""),
     ("train.on_nonfinite", "exact", "skipped steps stay skipped"),
+    ("train.on_spike", "exact", "what was skipped or left out stays so"),
+    ("train.spike_*", "exact", "what was skipped or left out stays so"),
     ("train.log_every_steps", "exact", ""),
     # the definition of a step
     ("train.context", "breaks", OTHER_TEXT),

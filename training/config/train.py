@@ -137,6 +137,18 @@ class TrainConfig(Section):
         "out that step's update; the host then waits for the device in every step to read the "
         "gradient norm.",
     )
+    on_spike: Literal["continue", "skip", "rewind"] = Field(
+        "continue",
+        description="What to do at a spike: a loss or gradient norm far above those of the newest updates. continue: "
+        "say it. skip: make no update in that step; the host then waits for the device in every step. rewind: go back "
+        "to the newest checkpoint, and train on without the batch that did it.",
+    )
+    spike_deviations: float = Field(
+        6.0, gt=0, le=1000, description="A spike is more than so many standard deviations above the recent mean."
+    )
+    spike_window_steps: int = Field(
+        128, ge=2, le=10_000, description="Number of newest updates that are the recent ones; fewer judge no step."
+    )
     log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
     seed: int = Field(
         1337, ge=0, le=2**32 - 1, description="Seed of the initial weights, the order of the data, dropout and masks."

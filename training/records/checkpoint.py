@@ -15,6 +15,7 @@ from pathlib import Path
 
 from training.config.parallel import Stages
 from training.config.run import CheckpointConfig
+from training.records.left_out import SpikeState
 from training.records.record import Record, sha256_file
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class CheckpointManifest(Record):
 
     `mesh`, `stages`, `sequence_parallel`: as in RankPlan, what each rank had of the model. `val_loss`: nats per token
     of the newest validation at this step or before; None: there was none yet. `micro_batches`: by replica, as they were
-    at this step.
+    at this step; so is `spikes`.
     """
 
     step: int
@@ -54,6 +55,7 @@ class CheckpointManifest(Record):
     config_sha256: str
     val_loss: float | None
     micro_batches: tuple[int, ...] = ()
+    spikes: SpikeState = SpikeState()
     files: dict[str, WrittenFile]
 
 

@@ -18,4 +18,5 @@ class StepStats:
     )  # [] fp32 by metric: loss_sum's parts beside cross-entropy
     loss_scale: float = 1.0  # fp16: the loss was multiplied by this
     sent_bytes: int = 0  # weights and gradients that this rank sent to other data-parallel ranks; 0: not counted
-    skipped: bool = False  # loss or gradient was not finite, and the config says to skip such updates
+    skipped: bool = False  # no update: loss or gradient was not finite or a spike, and the config says to skip such
+    spike: str = ""  # why the step is one, if that was judged before the update
