@@ -42,6 +42,5 @@ def read_left_out(run_dir: Path) -> LeftOutSteps:
 
 def leave_out(run_dir: Path, steps: Mapping[int, str]) -> None:
     """Add steps to the run's left_out.json."""
-    LeftOutSteps(steps=dict(sorted((read_left_out(run_dir).steps | dict(steps)).items()))).write(
-        run_dir / LEFT_OUT_STEPS
-    )
+    known = read_left_out(run_dir).steps | dict(steps)
+    LeftOutSteps(steps=dict(sorted(known.items()))).write(run_dir / LEFT_OUT_STEPS)
