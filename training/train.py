@@ -20,6 +20,7 @@ from training.records.plan import RunPlan
 from training.runtime.errors import Spike
 from training.runtime.process import Rank, leave_groups, process_group
 from training.runtime.watchdog import Watchdog, hang_watchdog
+from training.strategies.zero import runs_deepspeed
 from training.trainer.finish import finish
 from training.trainer.loop import fit
 from training.trainer.reporter import Reporter, earlier_rows
@@ -44,7 +45,8 @@ def main(plan_path: Path) -> None:
         stopper: Stopper | None = None
         while not (trained := _train(plan, rank, run_dir, watchdog, before=stopper)).is_over:
             stopper = trained.stopper
-            leave_groups()
+            if not runs_deepspeed(plan):  # which keeps its groups for the life of the process
+                leave_groups()
 
 
 @dataclass(frozen=True)

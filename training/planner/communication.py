@@ -59,7 +59,7 @@ def check_communication(config: RunConfig, *, dp: int, precision: str) -> None:
         why = f"parallel.compression={parallel.compression} adds unsent parts to the next step's gradient"
     if why and skips:
         raise ValueError(
-            f"{why}, so it cannot skip a step that is not finite, or a spike, as precision {precision} with "
+            f"{why}, so it cannot skip a step, as precision {precision} with "
             f"train.on_nonfinite={train.on_nonfinite} and train.on_spike={train.on_spike} does: set "
             "parallel.precision=fp32 or bf16, train.on_nonfinite=stop, and train.on_spike=continue or rewind"
         )

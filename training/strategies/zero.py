@@ -33,8 +33,12 @@ from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
 
 
+def runs_deepspeed(plan: RankPlan) -> bool:
+    return plan.strategy.startswith("zero") and plan.mesh["tp"] == plan.mesh["pp"] == 1
+
+
 def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero | TorchStrategy:
-    if plan.mesh["tp"] > 1:
+    if not runs_deepspeed(plan):
         return TorchStrategy(plan, mesh, model, weights, module=model, shard_optimizer=True)
     if ZERO_STAGE[plan.strategy] < 3:
         fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over

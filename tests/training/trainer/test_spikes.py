@@ -148,7 +148,7 @@ def test_ranks_decide_as_one_process_does(layout: str, on_spike: str, spiked: Ca
 def test_a_killed_run_decides_the_same_after_its_resume(
     on_spike: str, at_step: int, ranks: int, spiked: Callable[..., Path]
 ) -> None:
-    settings = {"train__on_spike": on_spike, "parallel__strategy": "ddp"}
+    settings = {"train__on_spike": on_spike, "parallel__strategy": "ddp", "train__log_every_steps": 1}
     settings |= {} if ranks == 2 else {"model__dropout": 0.0}
     name = f"whole-{on_spike}-{ranks}"
     undisturbed = spiked(name, ranks=2, **settings)
