@@ -69,6 +69,7 @@ def _pretrain(options: argparse.Namespace) -> int:
 def _resume(options: argparse.Namespace) -> int:
     from flows.presets import with_overrides
     from tasks.runs.folder import latest_config
+    from tasks.runs.resume import accepted
     from tasks.runs.without import read_steps, resume_without
     from tasks.store.runs import fetch_run, is_on_store
     from tasks.tracking.mlflow_run import read_run
@@ -80,6 +81,7 @@ def _resume(options: argparse.Namespace) -> int:
         return _resume_comparison(run, options)
     config = with_overrides(latest_config(run.folder, begun_with=run.begun_with), options.overrides)
     if options.without:
+        accepted(run.folder, config, begun_with=run.begun_with, force=options.force)  # before any checkpoint is deleted
         resume_without(run.folder, read_steps(options.without), force=options.force)
     return _run_pretrain(config, run_id=run.run_id, force=options.force, as_json=options.json)
 
@@ -250,10 +252,11 @@ def _resume_comparison(run: Any, options: argparse.Namespace) -> int:
     """Resume a comparison: finished strategies stay, stopped ones continue, failed ones start again. `run`: parent."""
     from tasks.comparison.compare import REQUEST, CompareRequest
 
-    if options.overrides:
+    if options.overrides or options.without:
+        changed = " ".join([*options.overrides, *([f"--without {options.without}"] if options.without else [])])
         raise ValueError(
-            f"{run.run_id} is a comparison, whose settings stay the same ({' '.join(options.overrides)}): start a new "
-            "one, or resume one of its runs"
+            f"{run.run_id} is a comparison, whose settings stay the same ({changed}): start a new one, or resume one "
+            "of its runs"
         )
     request = CompareRequest.read(run.folder / REQUEST)
     return _run_compare(run.begun_with, request, run_id=run.run_id, as_json=options.json)
