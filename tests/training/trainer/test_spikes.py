@@ -148,13 +148,19 @@ def test_ranks_decide_as_one_process_does(layout: str, on_spike: str, spiked: Ca
 def test_a_killed_run_decides_the_same_after_its_resume(
     on_spike: str, at_step: int, ranks: int, spiked: Callable[..., Path]
 ) -> None:
-    settings = {"train__on_spike": on_spike, "parallel__strategy": "ddp", "train__log_every_steps": 1}
+    settings = {
+        "train__on_spike": on_spike,
+        "parallel__strategy": "ddp",
+        "train__log_every_steps": 1,
+        "train__steps": 80,
+    }
     settings |= {} if ranks == 2 else {"model__dropout": 0.0}
     name = f"whole-{on_spike}-{ranks}"
     undisturbed = spiked(name, ranks=2, **settings)
     run_ranks(undisturbed)
 
     def make(name: str, *, ranks: int) -> Path:
+        name = name if name.startswith(on_spike) else f"{on_spike} {name}"
         return spiked(name, ranks=ranks, **settings | ({} if ranks > 1 else {"parallel__strategy": "single"}))
 
     plan_path = kill_and_resume(make, ranks=ranks, at_step=at_step, undisturbed=undisturbed)
