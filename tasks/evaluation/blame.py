@@ -125,7 +125,10 @@ def _found(plan: RunPlan, shards_dir: Path, documents: tuple[BlamedDocument, ...
         first, stop = each.document
         wanted[each.number] = stream.shard_at(first), text(first, min(stop, first + MOST_CHARACTERS))
     places = places_of(plan.config.data, stream.manifest, wanted)
+    files = {file.name for file in stream.manifest.sources}
     for each in documents:
+        if places[each.number] in files:  # the document is the whole file: the line is that of its first token here
+            places[each.number] += f":{text(each.document[0], each.first).count(chr(10)) + 1}"
         yield FoundDocument(
             number=each.number,
             loss=each.loss,
