@@ -50,7 +50,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "inference",
         "evaluation trainer",
         "build_engine measure",
-        "train evaluate export generate",
+        "train evaluate blame export generate",
     ),
     "tasks": (
         "workspace display",

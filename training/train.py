@@ -15,9 +15,12 @@ from training.checkpoint.memory import HostMemory
 from training.checkpoint.memory_saver import MemorySaver
 from training.checkpoint.saver import Saver
 from training.models.language_model import import_model
+from training.records.left_out import leave_out
 from training.records.plan import RunPlan
+from training.runtime.errors import Spike
 from training.runtime.process import Rank, leave_groups, process_group
 from training.runtime.watchdog import Watchdog, hang_watchdog
+from training.strategies.zero import runs_deepspeed
 from training.trainer.finish import finish
 from training.trainer.loop import fit
 from training.trainer.reporter import Reporter, earlier_rows
@@ -34,20 +37,23 @@ def import_for(plan_path: str) -> None:
 
 
 def main(plan_path: Path) -> None:
-    """Train the plan from its newest checkpoint; start again from a new one whenever layers moved to other stages."""
+    """Train the plan from its newest checkpoint; start again from it whenever layers moved to other stages, and from
+    the one before a spike whose batch is left out.
+    """
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
     with hang_watchdog(plan, run_dir) as watchdog, process_group(plan) as rank:
         stopper: Stopper | None = None
         while not (trained := _train(plan, rank, run_dir, watchdog, before=stopper)).is_over:
             stopper = trained.stopper
-            leave_groups()
+            if not runs_deepspeed(plan):  # which keeps its groups for the life of the process
+                leave_groups()
 
 
 @dataclass(frozen=True)
 class Trained:
     """The result of one pass of training.
 
-    `is_over`: false if training continues, with layers on other pipeline stages.
+    `is_over`: false if training continues, with layers on other pipeline stages or without a batch.
     """
 
     is_over: bool
@@ -69,6 +75,7 @@ def _train(plan: RunPlan, rank: Rank, run_dir: Path, watchdog: Watchdog, *, befo
                 plan=plan,
                 strategy=state.strategy,
                 micro_batches=state.micro_batches,
+                spikes=state.spikes,
                 loaded=state.copy,
             )
             if memory is not None
@@ -81,18 +88,25 @@ def _train(plan: RunPlan, rank: Rank, run_dir: Path, watchdog: Watchdog, *, befo
             model=state.model,
             rank=rank,
             micro_batches=state.micro_batches,
+            spikes=state.spikes,
         ) as saver,
     ):
         if memory is not None and state.resumed is not None:
             reporter.write(state.start, resumed_from_memory=float(state.copy is not None))
-        stopped_by = fit(
-            state,
-            reporter=reporter,
-            saver=saver,
-            memory_saver=memory_saver,
-            stopper=stopper,
-            watchdog=watchdog,
-        )
+        try:
+            stopped_by = fit(
+                state,
+                reporter=reporter,
+                saver=saver,
+                memory_saver=memory_saver,
+                stopper=stopper,
+                watchdog=watchdog,
+            )
+        except Spike as spike:
+            stopped_by = None
+            stopper.finish()
+            if rank.rank == 0:
+                leave_out(run_dir, {spike.step: f"spike: {spike.why}"})
     if stopped_by is not None:
         finish(state, reporter.meter, stopped_by=stopped_by)
     state.loader.close()

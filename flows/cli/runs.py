@@ -1,4 +1,4 @@
-"""`shardline pretrain|resume|reproduce|compare|plan|doctor`: start training runs; plan and measure before one."""
+"""`shardline pretrain|resume|blame|reproduce|compare|plan|doctor`: start training runs; plan and measure before one."""
 
 from __future__ import annotations
 
@@ -43,10 +43,16 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         action="store_true",
         help="allow settings with which the results differ from a run that never stopped",
     )
+    about = "leave out the batches of these steps, for example 37,40-42: train on from the checkpoint before them"
+    resume.add_argument("--without", metavar="STEPS", help=about)
+    blame = command("blame", _blame, "show which documents were in a step's batch, the worst loss first", "RUN")
+    blame.add_argument("overrides", metavar="inference.field=value", nargs="*", default=[], help="ranks, precision")
+    blame.add_argument("--step", type=int, required=True, metavar="N", help="a training step, counted from 1")
+    blame.add_argument("--top", type=int, default=10, metavar="K", help="number of documents (default: 10)")
     reproduce = command(
         "reproduce", _reproduce, "repeat a run (or the run of MODEL@champion), and compare the losses", "RUN"
     )
-    for added in (pretrain, plan, doctor, resume, reproduce):
+    for added in (pretrain, plan, doctor, resume, blame, reproduce):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _add_compare_command(command)
 
@@ -63,6 +69,8 @@ def _pretrain(options: argparse.Namespace) -> int:
 def _resume(options: argparse.Namespace) -> int:
     from flows.presets import with_overrides
     from tasks.runs.folder import latest_config
+    from tasks.runs.resume import accepted
+    from tasks.runs.without import read_steps, resume_without
     from tasks.store.runs import fetch_run, is_on_store
     from tasks.tracking.mlflow_run import read_run
     from tasks.workspace.locks import refuse_if_owned
@@ -72,7 +80,30 @@ def _resume(options: argparse.Namespace) -> int:
     if _is_comparison(run.folder):
         return _resume_comparison(run, options)
     config = with_overrides(latest_config(run.folder, begun_with=run.begun_with), options.overrides)
+    if options.without:
+        accepted(run.folder, config, begun_with=run.begun_with, force=options.force)  # before any checkpoint is deleted
+        resume_without(run.folder, read_steps(options.without), force=options.force)
     return _run_pretrain(config, run_id=run.run_id, force=options.force, as_json=options.json)
+
+
+def _blame(options: argparse.Namespace) -> None:
+    from flows.presets import evaluate_config
+    from tasks.evaluation.blame import blame, rows_of
+    from tasks.store.runs import fetch_run, is_on_store
+    from tasks.tracking.mlflow_run import offer_files, read_run
+
+    run = read_run(fetch_run(options.run) if is_on_store(options.run) else options.run)
+    inference = evaluate_config({}, options.overrides).inference
+    found = blame(run.folder, step=options.step, top=options.top, inference=inference)
+    offer_files(run, Path(found.page))
+    if options.json:
+        print(found.model_dump_json())
+        return
+    print_table(("loss", "tokens", "document", "place", "text"), rows_of(found))
+    print(
+        f"{len(found.documents)} of {found.of} documents in the batch of step {found.step}, measured under the "
+        f"checkpoint of step {found.checkpoint_step}; their text: {found.page}"
+    )
 
 
 def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: bool) -> int:
@@ -221,10 +252,11 @@ def _resume_comparison(run: Any, options: argparse.Namespace) -> int:
     """Resume a comparison: finished strategies stay, stopped ones continue, failed ones start again. `run`: parent."""
     from tasks.comparison.compare import REQUEST, CompareRequest
 
-    if options.overrides:
+    if options.overrides or options.without:
+        changed = " ".join([*options.overrides, *([f"--without {options.without}"] if options.without else [])])
         raise ValueError(
-            f"{run.run_id} is a comparison, whose settings stay the same ({' '.join(options.overrides)}): start a new "
-            "one, or resume one of its runs"
+            f"{run.run_id} is a comparison, whose settings stay the same ({changed}): start a new one, or resume one "
+            "of its runs"
         )
     request = CompareRequest.read(run.folder / REQUEST)
     return _run_compare(run.begun_with, request, run_id=run.run_id, as_json=options.json)

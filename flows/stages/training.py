@@ -64,6 +64,7 @@ from tasks.workspace.paths import command, home, run_folder, tracking_uri
 from training.config.run import RunConfig
 from training.records.checkpoint import finished_checkpoints
 from training.records.inventory import Inventory
+from training.records.left_out import LEFT_OUT_STEPS
 from training.records.plan import RunPlan
 from training.records.record import write_atomically
 from training.records.results import EvalReport, ExportedModel, LatencyReport, PrecisionQuality, RegisteredModel
@@ -243,8 +244,10 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
             result = programs.train(plan, run_dir=run.folder, on_row=on_row)
     finally:  # logs are needed most for a run that failed or was stopped
         mlflow_run.offer_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
+        mlflow_run.offer_files(run, run.folder / LEFT_OUT_STEPS)
         log_attempts(run)
     wait_for_store()
+    mlflow_run.log_spikes(run, result)
     figures = {
         "train/samples_per_s": result.samples_per_s,
         "train/tokens_per_s": result.tokens_per_s,

@@ -131,7 +131,7 @@ def evaluate(
         raise ValueError(f"inference.engine = {inference.engine}: evaluation runs torch, leave it out")
     check_inference(subject.folder, inference)
     shards_dir, shards = _tokens(subject, data, held_out_of=held_out_of or subject.plan)
-    plan = _plan(subject, shards_dir, shards, evaluation=evaluation, inference=inference)
+    plan = planned(subject, shards_dir, shards, evaluation=evaluation, inference=inference)
     check_tasks(plan.config)
     folder = home() / "evaluations" / plan.run_id
     folder.mkdir(parents=True)
@@ -185,7 +185,7 @@ def _settings(subject: Subject) -> dict[str, Any]:
     return read_fields(subject.folder / "config.json")
 
 
-def _plan(
+def planned(
     subject: Subject,
     shards_dir: Path,
     shards: TokenShards,

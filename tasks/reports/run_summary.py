@@ -9,10 +9,20 @@ from tasks.display.numbers import format_amount, format_count, format_money
 from tasks.reports.run_data import INTERRUPTIONS, RunData
 from training.records.words import counted, format_duration
 
+MOST_NAMED = 8  # steps in a sentence
+
 
 def summary(data: RunData) -> list[str]:
     """Describe the model, its loss, its speed, its place in the registry and the end of the run, in sentences."""
-    return [_describe_training(data), *_quality(data), *_speed(data), *_spent(data), *_registration(data), *_end(data)]
+    return [
+        _describe_training(data),
+        *_quality(data),
+        *_spikes(data),
+        *_speed(data),
+        *_spent(data),
+        *_registration(data),
+        *_end(data),
+    ]
 
 
 def _describe_training(data: RunData) -> str:
@@ -70,6 +80,20 @@ def _speed(data: RunData) -> Iterator[str]:
         difference = f"; a step took {abs(error):.0%} {'longer' if error > 0 else 'less time'} than the plan predicted"
     time = format_duration(result.train_s)
     yield f"Training took {time} on {devices} at {result.tokens_per_s:,.0f} tokens/s{difference}."
+
+
+def _spikes(data: RunData) -> Iterator[str]:
+    if (result := data.result) is None:
+        return
+    if result.spikes:
+        did = "their updates were skipped" if data.config.train.on_spike == "skip" else "training went on"
+        yield f"Loss or gradient spiked in {counted(len(result.spikes), 'step')} ({_some(result.spikes)}); {did}."
+    if result.left_out:
+        yield f"The batches of {counted(len(result.left_out), 'step')} ({_some(result.left_out)}) were left out."
+
+
+def _some(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:MOST_NAMED])) + (", …" if len(steps) > MOST_NAMED else "")
 
 
 def _spent(data: RunData) -> Iterator[str]:

@@ -65,6 +65,8 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.cooldown_steps", "schedule", ""),
     ("train.max_hours", "exact", ""),
     ("train.on_nonfinite", "exact", "skipped steps stay skipped"),
+    ("train.on_spike", "exact", "what was skipped or left out stays so"),
+    ("train.spike_*", "exact", "what was skipped or left out stays so"),
     ("train.log_every_steps", "exact", ""),
     # the definition of a step
     ("train.context", "breaks", OTHER_TEXT),
@@ -77,6 +79,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.beta2", "breaks", OTHER_UPDATES),
     ("train.weight_decay", "breaks", OTHER_UPDATES),
     ("train.clip_norm", "breaks", OTHER_UPDATES),
+    ("train.z_loss", "breaks", "later steps minimize another loss"),
     ("train.optimizer_path", "breaks", OTHER_UPDATES),
     ("train.freeze", "breaks", "later steps train fewer parameters"),
     ("train.residual", "breaks", "later steps use other arithmetic"),

@@ -40,6 +40,7 @@ from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.record import Record, sha256_config
 from training.records.token_shards import Ledger, TokenShards
+from training.records.train_result import TrainResult
 from training.tracking.redaction import without_credentials
 
 if TYPE_CHECKING:
@@ -276,6 +277,13 @@ def log_resumptions(run: TrackedRun, config: RunConfig, resumptions: Resumptions
     }
     for key, value in tags.items():
         client.set_tag(run.mlflow_run_id, key, value)
+
+
+def log_spikes(run: TrackedRun, result: TrainResult) -> None:
+    """Log in tags which steps were spikes, and which were left out; left_out.json has the reasons."""
+    for key, steps in (("shardline.spikes", result.spikes), ("shardline.left_out_steps", result.left_out)):
+        if steps:
+            connect().set_tag(run.mlflow_run_id, key, ", ".join(map(str, steps))[:LONGEST_TAG])
 
 
 def log_figures(run: TrackedRun, figures: Mapping[str, float], *, step: int) -> None:

@@ -30,6 +30,7 @@ from training.records.memory_checkpoint import MemoryRecord, RankShare
 from training.records.plan import RunPlan
 from training.runtime.errors import NonFiniteLoss
 from training.strategies import Strategy
+from training.strategies.spikes import Spikes
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +50,11 @@ class MemorySaver:
         plan: RunPlan,
         strategy: Strategy,
         micro_batches: MicroBatches,
+        spikes: Spikes,
         loaded: MemoryRecord | None,
     ) -> None:
         self.memory, self.plan, self.strategy, self.micro_batches = memory, plan, strategy, micro_batches
-        self.rank = memory.rank
+        self.spikes, self.rank = spikes, memory.rank
         self.staging = Staging(plan, memory.rank)
         self.newest = loaded
         self.attempt = memory.gather(secrets.token_hex(4))[0]
@@ -83,7 +85,12 @@ class MemorySaver:
         began = time.perf_counter()
         assert self.thread is None
         manifest = unfilled_manifest(
-            self.plan, step=step, tokens=tokens, val_loss=val_loss, micro_batches=self.micro_batches
+            self.plan,
+            step=step,
+            tokens=tokens,
+            val_loss=val_loss,
+            micro_batches=self.micro_batches,
+            spikes=self.spikes,
         )
         files = self.staging.files(self.strategy)
         self.thread = threading.Thread(target=self._run, args=(manifest, files), name=f"memory-{step}", daemon=True)

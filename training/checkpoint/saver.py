@@ -30,6 +30,7 @@ from training.records.record import sha256_config
 from training.runtime.errors import NonFiniteLoss
 from training.runtime.process import Rank
 from training.strategies import Strategy
+from training.strategies.spikes import Spikes
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,11 @@ class Saver:
         model: LanguageModel,
         rank: Rank,
         micro_batches: MicroBatches | None = None,
+        spikes: Spikes | None = None,
     ) -> None:
         self.run_dir, self.plan, self.strategy, self.rank = run_dir, plan, strategy, rank
         self.micro_batches = micro_batches or MicroBatches.of(plan)
+        self.spikes = spikes or Spikes(plan.config.train)
         self.hf_config: Any = model.hf.config
         self.staging = Staging(plan, rank)
         _check_whole(strategy, model, rank)
@@ -86,7 +89,12 @@ class Saver:
         if self.writer is not None:
             self._wait_for(self.writer, step)
         manifest = unfilled_manifest(
-            self.plan, step=step, tokens=tokens, val_loss=val_loss, micro_batches=self.micro_batches
+            self.plan,
+            step=step,
+            tokens=tokens,
+            val_loss=val_loss,
+            micro_batches=self.micro_batches,
+            spikes=self.spikes,
         )
         if stages is not None:
             manifest = manifest.model_copy(update={"stages": stages})
@@ -190,7 +198,7 @@ def _check_whole(strategy: Strategy, model: LanguageModel, rank: Rank) -> None:
 
 
 def unfilled_manifest(
-    plan: RunPlan, *, step: int, tokens: int, val_loss: float | None, micro_batches: MicroBatches
+    plan: RunPlan, *, step: int, tokens: int, val_loss: float | None, micro_batches: MicroBatches, spikes: Spikes
 ) -> CheckpointManifest:
     """Return the manifest of a checkpoint whose files are not written yet."""
     return CheckpointManifest(
@@ -205,5 +213,6 @@ def unfilled_manifest(
         config_sha256=sha256_config(plan.config),
         val_loss=val_loss,
         micro_batches=micro_batches.sizes,
+        spikes=spikes.state(),
         files={},
     )

@@ -97,6 +97,14 @@ class TrainConfig(Section):
         ge=0,
         description="Maximum norm of the gradient, to which larger gradients are scaled down; 0 disables clipping.",
     )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Coefficient of the z-loss, the squared logarithm of the softmax's sum at each predicted token, "
+        "which keeps logits from drifting; 1e-4 in PaLM (Chowdhery et al. 2022). It is trained and logged as `z_loss`; "
+        "`loss` stays cross-entropy. 0: none.",
+    )
     optimizer_path: str = Field(
         "",
         description="Folder or URL of a checkpoint from which training takes AdamW's moments; its weights are "
@@ -134,6 +142,18 @@ class TrainConfig(Section):
         description="What to do when a loss or gradient is NaN or infinite. stop: end the run. skip: leave "
         "out that step's update; the host then waits for the device in every step to read the "
         "gradient norm.",
+    )
+    on_spike: Literal["continue", "skip", "rewind"] = Field(
+        "continue",
+        description="What to do at a spike: a loss or gradient norm far above those of the newest updates. continue: "
+        "say it. skip: make no update in that step; the host then waits for the device in every step. rewind: go back "
+        "to the newest checkpoint, and train on without the batch that did it.",
+    )
+    spike_deviations: float = Field(
+        6.0, gt=0, le=1000, description="A spike is more than so many standard deviations above the recent mean."
+    )
+    spike_window_steps: int = Field(
+        128, ge=2, le=10_000, description="Number of newest updates that are the recent ones; fewer judge no step."
     )
     log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
     seed: int = Field(

@@ -86,7 +86,11 @@ class Loader:
 
     def spans(self, step: int) -> np.ndarray:
         """Return int64 [n, 3]: what this rank's sequences are read from, in order (training/shards/packing.py)."""
-        return self._global_batch(step)[0][self.micro_batches.sequences(self.dp_rank)].spans
+        return self.rows(step).spans
+
+    def rows(self, step: int) -> Rows:
+        """Return this rank's sequences of `step`."""
+        return self._global_batch(step)[0][self.micro_batches.sequences(self.dp_rank)]
 
     def num_tokens(self, step: int) -> int:
         """Return the tokens in all ranks' shares of `step`, without padding; masked models predict some of them."""

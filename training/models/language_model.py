@@ -27,7 +27,7 @@ from training.models.family import Ended, Family, Passed, Zeros, family_of, head
 from training.models.freezing import freeze
 from training.models.hidden_matrices import HiddenMatrix
 from training.models.init_weights import FreshWeights, fill
-from training.models.linear_cross_entropy import Softmax, linear_cross_entropy, linear_scores, softmax_
+from training.models.linear_cross_entropy import Softmax, ZLoss, linear_cross_entropy, linear_scores, softmax_
 from training.models.pretrained import auto_class_of, load_pretrained
 from training.models.state import state_of
 from training.planner.model_shape import dropout_fields
@@ -61,6 +61,7 @@ class LanguageModel(nn.Module):
         self.tied = self.family is not None and self.output()[0] is hf.get_submodule(self.family.embedding).weight
         self.num_words = 0 if self.family is None else len(self.output()[0])
         self.auxiliary = AuxiliaryLoss(hf)
+        self.z_loss: ZLoss | None = None  # set for training with train.z_loss
         self.softmax: Softmax = softmax_  # of the loss; compiled if layers are compiled for GPUs
         # Set by strategies/pipeline.py: this rank's layers, by stage and number, and stand-ins for all layers.
         self.stages: dict[int, dict[int, nn.Module]] = {}
@@ -118,8 +119,8 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Return the loss fp32 [], summed over targets; the arguments are int64 [batch, context], as in Batch.
 
-        If cp ranks split sequences, the sum is over the targets of this rank's tokens. In training it includes what the
-        class adds to cross-entropy, which `self.auxiliary` counts; in evaluation it is cross-entropy alone.
+        If cp ranks split sequences, the sum is over the targets of this rank's tokens. In training it includes what
+        is added to cross-entropy, which `take_added` returns; in evaluation it is cross-entropy alone.
         """
         with self.autocast(inputs.device):
             if self.family is not None:
@@ -127,8 +128,20 @@ class LanguageModel(nn.Module):
             if not self.hf.training:
                 return _losses(self._logits(inputs, positions, documents), targets.flatten()).sum()
             logits, added = self.auxiliary.call(self.hf, targets, **self._whole_inputs(inputs, positions, documents))
-            loss = _losses(logits.flatten(0, 1).float(), targets.flatten()).sum()
+            flat = logits.flatten(0, 1).float()
+            loss = _losses(flat, targets.flatten()).sum()
+            if self.z_loss is not None:
+                loss = loss + self.z_loss.add(flat.logsumexp(-1), targets.flatten() != IGNORED)
             return loss if added is None else loss + added
+
+    def take_added(self, device: torch.device) -> dict[str, Tensor]:
+        """Return what was added to cross-entropy since the last call, by its metric: sums fp32 [] over targets.
+
+        All ranks return the same metrics.
+        """
+        auxiliary = self.auxiliary.take()
+        added = {} if auxiliary is None else {"auxiliary_loss": auxiliary}
+        return added if self.z_loss is None else added | {"z_loss": self.z_loss.take(device)}
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -232,7 +245,8 @@ class LanguageModel(nn.Module):
     def loss_from(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return `forward`'s loss, from the hidden states before the output layer."""
         hidden = self._for_output(hidden)
-        loss: Tensor = self._over_vocabulary(linear_cross_entropy, hidden, targets, softmax=self.softmax)
+        z_loss = self.z_loss if self.training else None
+        loss: Tensor = self._over_vocabulary(linear_cross_entropy, hidden, targets, softmax=self.softmax, z_loss=z_loss)
         return loss
 
     def scores_from(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -370,6 +384,8 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     freeze(hf, config.train.freeze)
     weights: Mapping[str, Tensor] = {name: tensor.detach() for name, tensor in state_of(hf).items()}
     model = LanguageModel(hf, precision=plan.precision)
+    if config.train.z_loss:
+        model.z_loss = ZLoss(config.train.z_loss)
     if config.model.init != "pretrained" and can(settings.model_type, "fresh"):
         with torch.device("meta"):
             template = auto_class.from_config(settings, dtype=torch.float32)

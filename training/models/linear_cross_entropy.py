@@ -27,6 +27,29 @@ BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # 16-bit logits cast to fp32 at a 
 Softmax = Callable[[Tensor, float], Tensor]
 
 
+class ZLoss:
+    """The z-loss: `coefficient` x log(Z)^2 of each predicted token, Z the sum of exp(logit) over all words.
+
+    It keeps logits from drifting (Chowdhery et al. 2022, PaLM, section 5). `sum` adds up over micro-batches until
+    it is taken.
+    """
+
+    def __init__(self, coefficient: float) -> None:
+        self.coefficient = coefficient
+        self.sum: Tensor | None = None
+
+    def add(self, logarithms: Tensor, predicted: Tensor) -> Tensor:
+        """Return the loss [], coefficient included, of log(Z) fp32 [tokens], over those that are predicted, bool."""
+        loss = self.coefficient * torch.where(predicted, logarithms.square(), 0.0).sum()
+        self.sum = loss.detach() if self.sum is None else self.sum + loss.detach()
+        return loss
+
+    def take(self, device: torch.device) -> Tensor:
+        """Return the sum since the last call; 0 on a rank that has no output layer."""
+        taken, self.sum = self.sum, None
+        return torch.zeros((), device=device) if taken is None else taken
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -39,6 +62,7 @@ def linear_cross_entropy(
     softmax: Softmax | None = None,
     multiple: int = WORDS_MULTIPLE,
     tail: Tail = PLAIN,
+    z_loss: ZLoss | None = None,
 ) -> Tensor:
     """Return the loss fp32 [], summed over targets int64 [tokens]; hidden [tokens, width], weight [vocab, width].
 
@@ -46,11 +70,12 @@ def linear_cross_entropy(
     `first_token_id` on, and all get the same loss (Shoeybi et al. 2019, section 3). `softmax`: a compiled
     `fused_softmax_` instead of `softmax_`. In products the vocabulary is padded to a multiple of `multiple` words, if
     that adds less than 1%; the added words have probability 0 and no gradient. `tail`: what the class makes of logits.
+    `z_loss`: is added to the loss.
     """
     if not torch.is_grad_enabled():  # otherwise ctx.needs_input_grad would still be true
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     loss: Tensor = _LinearCrossEntropy.apply(
-        hidden, weight, bias, targets, dtype, first_token_id, group, softmax or softmax_, multiple, tail
+        hidden, weight, bias, targets, dtype, first_token_id, group, softmax or softmax_, multiple, tail, z_loss
     )
     return loss
 
@@ -69,6 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softmax: Softmax,
         multiple: int,
         tail: Tail,
+        z_loss: ZLoss | None,
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         loss = hidden.new_zeros((), dtype=torch.float32)
@@ -88,7 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             slope = tail.apply_(grad)
             grad[:, num_words:] = -torch.inf
             here = _here(targets[chunk], first_token_id, num_words)
-            loss = loss + _to_gradient(grad, targets[chunk], here, first_token_id, group, softmax, 1 / headroom)
+            loss = loss + _to_gradient(grad, targets[chunk], here, first_token_id, group, softmax, 1 / headroom, z_loss)
             if slope is not None:
                 grad.mul_(slope)
             # Ignored targets get no gradient. Masking is cheaper in tensors that are `width` wide than in the logits.
@@ -115,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in saved:
             if gradient is not None:
                 gradient.mul_(grads[0].to(gradient.dtype))
-        return (*saved, None, None, None, None, None, None, None)
+        return (*saved, *[None] * 8)
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
@@ -143,6 +169,7 @@ def _to_gradient(
     group: dist.ProcessGroup | None,
     softmax: Softmax,
     scale: float,
+    z_loss: ZLoss | None,
 ) -> Tensor:
     """Return the summed loss fp32 [] of logits [tokens, words]; overwrite them with its gradient times `scale`.
 
@@ -152,11 +179,18 @@ def _to_gradient(
     picked = logits.gather(-1, words).squeeze(-1).float()
     own = softmax(logits, scale)
     total, picked = _over_all_words(own, picked, here, group)
-    if group is not None:
-        logits.mul_((own - total).exp().unsqueeze(-1))
-    at_target = torch.expm1(picked - total).mul(scale).to(logits.dtype).unsqueeze(-1)  # p - 1, rounded only once
+    losses, at_target = torch.where(targets != IGNORED, total - picked, 0.0).sum(), torch.expm1(picked - total)  # p - 1
+    share = None if group is None else (own - total).exp()
+    if z_loss is not None:  # its gradient is the softmax times `slope`
+        slope = 2 * z_loss.coefficient * total
+        losses += z_loss.add(total, targets != IGNORED)
+        at_target += slope * (picked - total).exp()
+        share = 1 + slope if share is None else share * (1 + slope)
+    if share is not None:
+        logits.mul_(share.unsqueeze(-1))
+    at_target = at_target.mul(scale).to(logits.dtype).unsqueeze(-1)  # rounded only once
     logits.scatter_(-1, words, torch.where(here.unsqueeze(-1), at_target, logits.gather(-1, words)))
-    return torch.where(targets != IGNORED, total - picked, 0.0).sum()
+    return losses
 
 
 def softmax_(logits: Tensor, scale: float = 1.0) -> Tensor:

@@ -13,6 +13,7 @@ from training.monitoring.step_reader import StepReader
 from training.records.plan import RunPlan
 from training.runtime.process import Rank
 from training.strategies import StepStats
+from training.strategies.spikes import Spikes
 
 
 class Meter:
@@ -30,8 +31,9 @@ class Meter:
         tokens: int = 0,
         rows: Sequence[Mapping[str, float]] = (),
         micro_batches: MicroBatches | None = None,
+        spikes: Spikes | None = None,
     ) -> None:
-        self.reader = StepReader(plan, rank=rank, micro_batches=micro_batches, rows=rows)
+        self.reader = StepReader(plan, rank=rank, micro_batches=micro_batches, rows=rows, spikes=spikes)
         self.rates = Rates(plan, device=rank.device, start=start, tokens=tokens, rows=rows)
         self.devices = DeviceStats(rank.device, threads=plan.threads_per_rank)
 
@@ -40,15 +42,22 @@ class Meter:
         self.rates.add(num_tokens, sent_bytes=stats.sent_bytes)
         self.reader.add(self.rates.step, stats)
 
+    def leave_out(self) -> None:
+        """Count a step that is left out: no batch, no update."""
+        self.rates.leave_out()
+
     def read_steps(self) -> None:
-        """Read the steps since the last call. Collective; raises NonFiniteLoss on all ranks."""
+        """Read the steps since the last call. Collective; raises NonFiniteLoss and Spike on all ranks."""
         if self.reader.unread:
             self.devices.add(self.reader.read(self.devices.sample()))
 
     def row(self) -> dict[str, float]:
-        """Return a row of all figures since the last row. Collective; raises NonFiniteLoss on all ranks."""
+        """Return a row of all figures since the last row. Collective; raises NonFiniteLoss and Spike on
+        all ranks.
+        """
         self.read_steps()
-        return {"tokens": self.rates.tokens} | self.rates.row() | self.devices.row() | self.reader.row()
+        rates = self.rates.row()
+        return {"tokens": self.rates.tokens} | rates | self.devices.row() | self.reader.row(self.rates.step)
 
     def overall(self) -> dict[str, Any]:
         """Return the figures of a TrainResult."""

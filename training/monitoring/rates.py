@@ -85,6 +85,11 @@ class Rates:
             self.recent.sequences += min(batch, self.plan.sequences - (self.step - 1) * batch)
             self.recent.tokens += num_tokens
 
+    def leave_out(self) -> None:
+        """Count a step without a batch."""
+        self.step += 1
+        self.last_row_step += 1  # shares are of the other steps
+
     def row(self) -> dict[str, float]:
         """Return the rates of the steps since the last row, or the last row's if none of them counts."""
         now = time.perf_counter()

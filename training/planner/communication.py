@@ -50,7 +50,8 @@ def choose_groups(
 
 def check_communication(config: RunConfig, *, dp: int, precision: str) -> None:
     """Raise ValueError for settings that do not work on `dp` data-parallel ranks, or that send more than they save."""
-    parallel, skips = config.parallel, precision == "fp16" or config.train.on_nonfinite == "skip"
+    parallel, train = config.parallel, config.train
+    skips = precision == "fp16" or "skip" in {train.on_nonfinite, train.on_spike}
     why = ""
     if parallel.strategy == "local-sgd":
         why = "parallel.strategy=local-sgd lets each group see its own gradient only"
@@ -58,9 +59,9 @@ def check_communication(config: RunConfig, *, dp: int, precision: str) -> None:
         why = f"parallel.compression={parallel.compression} adds unsent parts to the next step's gradient"
     if why and skips:
         raise ValueError(
-            f"{why}, so it cannot skip a step that is not finite, as precision {precision} with "
-            f"train.on_nonfinite={config.train.on_nonfinite} does: set "
-            "parallel.precision=fp32 or bf16, and train.on_nonfinite=stop"
+            f"{why}, so it cannot skip a step, as precision {precision} with "
+            f"train.on_nonfinite={train.on_nonfinite} and train.on_spike={train.on_spike} does: set "
+            "parallel.precision=fp32 or bf16, train.on_nonfinite=stop, and train.on_spike=continue or rewind"
         )
     if parallel.compression == "topk" and parallel.topk_ratio * dp >= 1:
         raise ValueError(

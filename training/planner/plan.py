@@ -296,6 +296,18 @@ def _assumptions(
             f"vocabulary {ASSUMED_VOCAB[tokenizer.kind]:,}: assumed, because the corpus is not tokenized yet"
         )
     reasons += warn_of_warmup(train, steps=steps)
+    if train.on_spike != "continue":
+        does = {"skip": "its update is skipped", "rewind": "training goes on from the checkpoint before, without it"}
+        reasons.append(
+            f"spikes: train.on_spike={train.on_spike}: a step whose loss or gradient norm is more than "
+            f"{train.spike_deviations:g} deviations above those of the {train.spike_window_steps} updates before is a "
+            f"spike, and {does[train.on_spike]}"
+        )
+    if train.z_loss:
+        reasons.append(
+            f"loss: train.z_loss={train.z_loss:g} adds {train.z_loss:g} x log(Z)^2 of every predicted token, logged as "
+            "z_loss; loss, val_loss and evaluation stay cross-entropy"
+        )
     if wants_trial(config, inventory.device_kind, compiled=compiled):
         if config.train.micro_batch:
             reasons.append("compile: a trial of a few steps will confirm that compiled layers work and fit")

@@ -16,6 +16,7 @@ from typing import Literal
 
 from training.config.parallel import Stages
 from training.config.run import CheckpointConfig
+from training.records.left_out import SpikeState
 from training.records.record import Record, sha256_file
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class CheckpointManifest(Record):
 
     `mesh`, `stages`, `sequence_parallel`: as in RankPlan, what each rank had of the model. `val_loss`: nats per token
     of the newest validation at this step or before; None: there was none yet. `micro_batches`: by replica, as they were
-    at this step.
+    at this step; so is `spikes`.
     """
 
     step: int
@@ -56,6 +57,7 @@ class CheckpointManifest(Record):
     config_sha256: str
     val_loss: float | None
     micro_batches: tuple[int, ...] = ()
+    spikes: SpikeState = SpikeState()
     files: dict[str, WrittenFile]
 
 

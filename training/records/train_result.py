@@ -33,7 +33,8 @@ class TrainResult(Record):
 
     `mfu`: share of the devices' dense peak by their datasheets (None: not known), `matmul_share`: of their measured
     rate (None: not measured). `peak_memory_gib`: of one rank, allocated on a GPU, resident on a CPU; `memory`: peaks
-    and averages of all that training/monitoring/device_stats.py reads.
+    and averages of all that training/monitoring/device_stats.py reads. `spikes`, `left_out`: steps, as in a
+    checkpoint's SpikeState.
     """
 
     step: int
@@ -48,6 +49,8 @@ class TrainResult(Record):
     peak_memory_gib: float
     memory: dict[str, float]
     skipped_steps: int
+    spikes: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
     checkpoint: str
     checkpoint_sha256: str
     stopped_by: StoppedBy

@@ -3,5 +3,13 @@
 from __future__ import annotations
 
 
+class Spike(RuntimeError):
+    """A step is a spike, and train.on_spike=rewind leaves its batch out. `why`: in words."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(f"step {step} is a spike: {why}")
+        self.step, self.why = step, why
+
+
 class NonFiniteLoss(RuntimeError):
     """The loss or the gradient is NaN or infinite; the message has step, ranks, documents and the cure."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from training.records.token_shards import Shard
 from training.shards.format import Split, _files, _on_disk, read_manifest
 from training.shards.remote import REMOTE, RemoteFile, block_cache, remote_folder, shard_folders
 from training.store.blocks import BlockCache
@@ -47,6 +48,10 @@ class TokenStream:
             parts.append(self._tokens(index)[start - first : upto - first])
             start, index = upto, index + 1
         return np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
+
+    def shard_at(self, position: int) -> Shard:
+        """Return the shard with the token at `position`."""
+        return self._shards[self._shard_at(position)]
 
     def document_at(self, position: int) -> int:
         """Return the number, within this split, of the document with the token at `position` (or its end token)."""

@@ -24,6 +24,7 @@ from training.strategies import ddp, fsdp, local_sgd, pipeline, tensor, torch_st
 from training.strategies.activation_checkpointing import compile_layers, recompute_in_backward
 from training.strategies.async_tp import use_async_tp
 from training.strategies.float8 import use_float8, use_torchao
+from training.strategies.spikes import Spikes
 from training.strategies.stats import StepStats
 
 __all__ = ["STRATEGIES", "StepStats", "Strategy", "parallelize"]
@@ -33,6 +34,7 @@ class Strategy(Protocol):
     """The methods that training and evaluation need of a strategy; every method is called on all ranks alike."""
 
     module: nn.Module
+    spikes: Spikes | None  # judges every step before its update; None: updates are made
 
     def step(self, share: Share, *, learning_rate: float) -> StepStats:
         """Make one optimizer step on this rank's micro-batches."""

@@ -99,7 +99,7 @@ class Ddp(TorchStrategy):
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             self.module(batch.inputs, batch.targets, batch.positions, batch.documents).backward()
         self.check_used()
-        self.model.auxiliary.take()
+        self.model.take_added(device)
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -12,7 +13,10 @@ class StepStats:
     loss_sum: Tensor  # [] fp32: over this rank's targets; summing over all ranks counts each target once
     num_targets: int  # of all ranks together
     grad_norm: Tensor  # []: of the global gradient, before clipping; the same on all ranks (local-sgd: of a group)
-    auxiliary_sum: Tensor | None = None  # [] fp32: the part of loss_sum that the class adds to cross-entropy, if any
+    added: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # [] fp32 by metric: loss_sum's parts beside cross-entropy
     loss_scale: float = 1.0  # fp16: the loss was multiplied by this
     sent_bytes: int = 0  # weights and gradients that this rank sent to other data-parallel ranks; 0: not counted
-    skipped: bool = False  # loss or gradient was not finite, and the config says to skip such updates
+    skipped: bool = False  # no update: loss or gradient was not finite or a spike, and the config says to skip such
+    spike: str = ""  # why the step is one, if that was judged before the update

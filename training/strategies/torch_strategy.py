@@ -24,6 +24,7 @@ from training.strategies.float8 import scale_float8_weights
 from training.strategies.muon import MUON_MOMENTS, Held, Muon, peers_of
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.sharded_optimizer import ShardedOptimizer
+from training.strategies.spikes import Spikes
 from training.strategies.stats import StepStats
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class TorchStrategy:
         self.model, self.module, self.mesh, self.averaged_over = model, module, mesh, averaged_over
         self.clip_norm, self.may_skip = train.clip_norm, train.on_nonfinite == "skip" or plan.scales_loss
         self.scale = LossScale(dynamic=plan.scales_loss)
+        self.spikes: Spikes | None = None
         self.needs_all, self.is_checked = needs_all, False
         self.by_torchao = plan.config.parallel.fp8_by == "torchao"
         axes = (*(("dp",) if shard_optimizer else ()), *(("tp",) if plan.mesh["tp"] > 1 else ()))
@@ -144,7 +146,8 @@ class TorchStrategy:
     def update(self, loss_sum: Tensor, num_targets: int) -> StepStats:
         """Clip the gradients, update the weights, free the gradients.
 
-        With `may_skip`, a norm that is not finite skips the update, on all ranks alike because the norm is global.
+        With `may_skip`, a norm that is not finite skips the update, on all ranks alike because the norm is global; so
+        does a spike, with `spikes`.
         """
         scale = self.scale.value
         self.check_used()
@@ -153,8 +156,11 @@ class TorchStrategy:
         if scale != 1.0:
             torch._foreach_div_(self.gradients(self.parameters), scale)
         norm = self.global_norm()
-        skipped = self.may_skip and not bool(torch.isfinite(norm))
-        if not skipped:
+        loss_sum, spike = self.counted_once(loss_sum), ""
+        overflow = self.may_skip and not bool(torch.isfinite(norm))
+        if self.spikes is not None and not overflow:
+            spike = self.spikes.judge_together(loss_sum, norm, num_targets=num_targets)
+        if not (overflow or spike):
             if self.clip_norm:
                 nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
             self.optimizer.step()
@@ -163,14 +169,15 @@ class TorchStrategy:
             if self.sharded is not None:
                 self.sharded.gather_weights()
         self.optimizer.zero_grad(set_to_none=True)
-        self.scale.update(overflow=skipped)
+        self.scale.update(overflow=overflow)
         return StepStats(
-            loss_sum=self.counted_once(loss_sum),
-            auxiliary_sum=self.model.auxiliary.take(),
+            loss_sum=loss_sum,
+            added={name: self.counted_once(part) for name, part in self.model.take_added(loss_sum.device).items()},
             num_targets=num_targets,
             grad_norm=norm,
             loss_scale=scale,
-            skipped=skipped,
+            skipped=bool(overflow or spike),
+            spike=spike,
             sent_bytes=self.sent_bytes(),
         )
 

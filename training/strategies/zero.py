@@ -28,12 +28,18 @@ from training.runtime.mesh import Mesh
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts, flat_parts, whole_on_each
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
+from training.strategies.spikes import Spikes
 from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
 
 
+def runs_deepspeed(plan: RankPlan) -> bool:
+    is_mesh = plan.mesh["tp"] > 1 or plan.mesh["pp"] > 1
+    return plan.strategy.startswith("zero") and not is_mesh and plan.config.train.optimizer == "adamw"
+
+
 def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero | TorchStrategy:
-    if plan.mesh["tp"] > 1 or plan.config.train.optimizer == "muon":
+    if not runs_deepspeed(plan):
         return TorchStrategy(plan, mesh, model, weights, module=model, shard_optimizer=True)
     if ZERO_STAGE[plan.strategy] < 3:
         fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over
@@ -138,6 +144,10 @@ class Zero:
         self.ranks = [*range(plan.world_size)]  # tp and pp are 1
         self.scale = LossScale(dynamic=plan.scales_loss)
         self.may_skip = train.on_nonfinite == "skip" or plan.scales_loss
+        self.spikes: Spikes | None = None
+        self.spike, self.spike_norm = "", torch.tensor(0.0)
+        self.losses, self.num_targets = list[Tensor](), 0  # of the current step
+        self._judge_before_update()
         self.optimizer.check_grad_overflow = self.may_skip  # its step then skips gradients that are not finite
         self._create_moments()
         self.fragment_lengths = self._fragment_lengths() if self.stage < 3 else {}
@@ -147,27 +157,51 @@ class Zero:
         scale = self.scale.value
         if self.scale.dynamic:
             self.optimizer.override_loss_scale(scale)
-        losses = []
+        self.losses, self.num_targets, self.spike = [], share.num_targets, ""
         for batch in share.batches:
             with phase("forward"):
                 loss = self.engine(self.model.forward, batch.inputs, batch.targets, batch.positions, batch.documents)
             self._check_used(loss)
             with phase("backward"):
                 self.engine.backward(loss * (self.dp / share.num_targets), scale_wrt_gas=False)
+            self.losses.append(loss.detach())
             with phase("optimizer"):
                 self.engine.step()
-            losses.append(loss.detach())
-        skipped = self.may_skip and self.optimizer.overflow
-        norm = self.engine.get_global_grad_norm()
-        self.scale.update(overflow=skipped)
+        overflow = self.may_skip and self.optimizer.overflow and not self.spike
+        norm = self.spike_norm if self.spike else self.engine.get_global_grad_norm()
+        self.scale.update(overflow=overflow)
+        loss_sum = torch.stack(self.losses).sum()
         return StepStats(
-            loss_sum=torch.stack(losses).sum(),
-            auxiliary_sum=self.model.auxiliary.take(),
+            loss_sum=loss_sum,
+            added=self.model.take_added(loss_sum.device),
             num_targets=share.num_targets,
-            grad_norm=torch.as_tensor(float("inf") if skipped or norm is None else norm),
+            grad_norm=torch.as_tensor(float("inf") if overflow or norm is None else norm),
             loss_scale=scale,
-            skipped=skipped,
+            skipped=bool(overflow or self.spike),
+            spike=self.spike,
         )
+
+    def _judge_before_update(self) -> None:
+        """Let `spikes` judge the gradient's norm inside DeepSpeed's step, which skips an update of infinite norm."""
+        name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        of_gradient: Callable[[], Any] = getattr(self.optimizer, name)
+
+        def judged() -> Any:
+            norms = of_gradient()  # stage 3: of each group; negative where they are not finite
+            if self.spikes is None:
+                return norms
+            each = torch.stack([torch.as_tensor(norm) for norm in norms]) if self.stage == 3 else torch.as_tensor(norms)
+            if bool((each < 0).any()):
+                return norms
+            self.spike_norm = each.norm() / self.scale.value
+            loss_sum = torch.stack(self.losses).sum()
+            self.spike = self.spikes.judge_together(loss_sum, self.spike_norm, num_targets=self.num_targets)
+            if not self.spike:
+                return norms
+            infinite = torch.full_like(each, float("inf"))
+            return [*infinite] if self.stage == 3 else infinite
+
+        setattr(self.optimizer, name, judged)
 
     def _check_used(self, loss: Tensor) -> None:
         """Raise ValueError, before the first backward, for trained parameters that get no gradient.

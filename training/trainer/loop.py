@@ -30,17 +30,20 @@ def fit(
     """Take batches, make steps, report, validate, save, stop. The last step always writes a checkpoint.
 
     Returns None if layers move to other pipeline stages: training then continues from the checkpoint that was just
-    saved.
+    saved. Raises NonFiniteLoss and Spike, on all ranks.
     """
     plan, config, val_loss = state.plan, state.plan.config, state.val_loss
     meter, stopped_by = reporter.meter, stopper.at_start()
     for step in range(state.start + 1, plan.steps + 1) if stopped_by is None else ():
         rate = learning_rate(step - 1, config.train, steps=plan.steps)
-        with reporter.step(step):
-            with phase("data"):
-                share = state.loader.share(step - 1)
-            stats = state.strategy.step(share, learning_rate=rate)
-            meter.add(stats, num_tokens=state.loader.num_tokens(step - 1))
+        if step in state.spikes.left_out:
+            meter.leave_out()
+        else:
+            with reporter.step(step):
+                with phase("data"):
+                    share = state.loader.share(step - 1)
+                stats = state.strategy.step(share, learning_rate=rate)
+                meter.add(stats, num_tokens=state.loader.num_tokens(step - 1))
         watchdog.heartbeat()
         stopped_by = stopper.after_step(step)
         saver.advance()

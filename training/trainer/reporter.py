@@ -50,7 +50,13 @@ class Reporter:
         if plan.rebalance:
             self.write(start, **size_metrics(state.micro_batches))
         self.meter = Meter(
-            plan, rank=rank, start=start, tokens=state.tokens, rows=rows, micro_batches=state.micro_batches
+            plan,
+            rank=rank,
+            start=start,
+            tokens=state.tokens,
+            rows=rows,
+            micro_batches=state.micro_batches,
+            spikes=state.spikes,
         )
         self.profiler = Profiler(plan, rank=rank, start=start, run_dir=run_dir)
         self.rebalancer = Rebalancer(plan, micro_batches=state.micro_batches, rank=rank, start=start, run_dir=run_dir)

@@ -28,11 +28,13 @@ from training.records.checkpoint import (
     newest_intact,
     reading,
 )
+from training.records.left_out import read_left_out
 from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord
 from training.records.plan import RunPlan
 from training.runtime.mesh import Mesh, build_mesh
 from training.runtime.process import Rank
 from training.strategies import Strategy, parallelize
+from training.strategies.spikes import Spikes
 from training.trainer.rebalance import sizes_in_force, with_stages_in_force
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class TrainingState:
     strategy: Strategy
     loader: Loader
     micro_batches: MicroBatches  # shared with the loader, the metrics and the checkpoints
+    spikes: Spikes  # shared with the metrics, the checkpoints and, with on_spike=skip, the strategy
     resumed: CheckpointManifest | None
     copy: MemoryRecord | None = None  # the checkpoint in the hosts' memory that `resumed` was loaded from
 
@@ -113,9 +116,16 @@ def build_state(plan: RunPlan, unfilled: Unfilled, found: Path | None, *, rank: 
     resumed = load.load_state(found, strategy=strategy, rank=rank, plan=plan) if found is not None else None
     if found is None and plan.config.train.optimizer_path:
         load.load_moments(Path(plan.local(plan.config.train.optimizer_path)), strategy, plan)
+    left_out = [sorted(read_left_out(run_dir).steps) if rank.rank == 0 else []]
+    dist.broadcast_object_list(left_out, src=0)
+    spikes = Spikes(plan.config.train, resumed.spikes if resumed is not None else None, left_out=left_out[0])
+    if spikes.on_spike == "skip":
+        strategy.spikes = spikes
     micro_batches = MicroBatches(sizes_in_force(plan, resumed), plan.accumulation)
     loader = Loader(plan, dp_rank=plan.places[rank.rank].dp, device=rank.device, micro_batches=micro_batches)
-    return TrainingState(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, micro_batches, resumed)
+    return TrainingState(
+        plan, rank, run_dir, mesh, model, num_trained, strategy, loader, micro_batches, spikes, resumed
+    )
 
 
 def _list_checkpoints(run_dir: Path, rank: Rank, *, group: dist.ProcessGroup) -> list[Path]:

@@ -12,7 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from training.data.batch import IGNORED
-from training.models.linear_cross_entropy import Softmax, fused_softmax_, linear_cross_entropy, linear_scores, softmax_
+from training.models.linear_cross_entropy import (
+    Softmax,
+    ZLoss,
+    fused_softmax_,
+    linear_cross_entropy,
+    linear_scores,
+    softmax_,
+)
 from training.planner.job import chunk_tokens
 
 CHUNK_TOKENS = chunk_tokens(4)
@@ -65,6 +72,23 @@ def test_in_16_bits_only_the_products_are_rounded(dtype: torch.dtype, softmax: S
         assert (ours - theirs).norm() < 0.01 * theirs.norm()
     assert not got[0][targets == IGNORED].any()
     assert (got[0][sure] - expected[0][sure]).norm() < 0.03 * expected[0][sure].norm()
+
+
+@pytest.mark.parametrize("softmax", [softmax_, fused_softmax_])
+def test_a_z_loss_adds_the_squared_logarithm_of_the_softmax_sum(softmax: Softmax) -> None:
+    hidden, weight, bias, targets = made(CHUNK_TOKENS + 3, 8, 13)
+    z_loss = ZLoss(0.1)
+    loss = linear_cross_entropy(hidden, weight, bias, targets, softmax=softmax, z_loss=z_loss)
+    got = torch.autograd.grad(loss, (hidden, weight, bias))
+    logits = hidden @ weight.t() + bias
+    squares = logits.logsumexp(-1)[targets != IGNORED].square()
+    expected_loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") + 0.1 * squares.sum()
+    expected = torch.autograd.grad(expected_loss, (hidden, weight, bias))
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(z_loss.take(loss.device), 0.1 * squares.sum().detach(), rtol=1e-5, atol=0)
+    assert z_loss.take(loss.device) == 0
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
 def test_words_that_only_fill_up_to_a_multiple_of_128_cannot_be_told() -> None:

@@ -147,7 +147,8 @@ def test_ddps_settings_leave_compression_as_it_is(
             "compression=topk is not there for parallel.strategy=fsdp .* ddp has them all",
         ),
         ({"parallel__pp": 2}, "compression=topk is not there for parallel.strategy=ddp with parallel.pp = 2"),
-        ({"train__on_nonfinite": "skip"}, "set parallel.precision=fp32 or bf16, and train.on_nonfinite=stop"),
+        ({"train__on_nonfinite": "skip"}, "set parallel.precision=fp32 or bf16, train.on_nonfinite=stop, and"),
+        ({"train__on_spike": "skip"}, "and train.on_spike=continue or rewind"),
         ({"parallel__topk_ratio": 0.5}, "topk_ratio = 0.5 on 2 data-parallel ranks sends as much as no compression"),
     ],
 )

@@ -180,6 +180,26 @@ def test_an_untied_head_is_a_matrix_of_its_own(
     assert_equal_training(alone("untied", **untied), plan_path)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    ["pp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp x tp", "zero2", "unlike", "cp"))],
+)
+def test_a_z_loss_is_that_of_one_process(
+    layout: str, alone: Callable[..., Path], make_run: Callable[..., Path]
+) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    expected = alone("z-loss", train__z_loss=0.01)
+    plan_path = make_run(f"{layout} z-loss", ranks=ranks, **COMMON, **SMALL, train__z_loss=0.01, **overrides)
+    run_ranks(plan_path)
+    assert_equal_training(expected, plan_path)
+    rows = [read_rows(path.parent / "metrics.jsonl") for path in (expected, plan_path)]
+    one, many = ([row["z_loss"] for row in each if "loss" in row] for each in rows)
+    assert many == pytest.approx(one, rel=1e-5)
+    assert all(each > 0 for each in one)
+    assert losses(expected)[1] == pytest.approx(losses(alone("llama"))[1], rel=1e-6)  # still cross-entropy
+    assert losses(expected)[STEPS] != losses(alone("llama"))[STEPS]
+
+
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize(
     "layout",
