@@ -156,10 +156,6 @@ def layers_of(hf: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if not isinstance(layer, Passed)]
 
 
-def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
-
-
 def is_for_fp8(name: str, module: Any) -> bool:
     """Return whether fp8 computes a layer's module `name`: a linear layer, or a tp rank's piece of one (_scaled_mm).
 
