@@ -122,7 +122,7 @@ def corrections_of(measurements: Sequence[Measurement], wanted: Priced) -> Corre
             runs.setdefault(each.priced.layout, []).append(each)
     if not runs:
         return NO_CORRECTIONS
-    by_kind = {kind: _median(of_kind[-LAST_RUNS:], wanted) for kind, of_kind in runs.items()}
+    by_kind = {kind: _median(of_kind, wanted) for kind, of_kind in runs.items()}
     communicating = [by_kind[kind].communication for kind, of_kind in runs.items() if of_kind[-1].communication_s]
     others = Correction(
         computing=median(each.computing for each in by_kind.values()),
@@ -134,13 +134,16 @@ def corrections_of(measurements: Sequence[Measurement], wanted: Priced) -> Corre
 
 
 def _median(runs: Sequence[Measurement], wanted: Priced) -> Correction:
+    """Return the correction by the last runs of this job or, if there are none, by the last of similar ones."""
+    own = [each for each in runs if each.priced.step_flops == wanted.step_flops]
+    runs = (own or runs)[-LAST_RUNS:]
     computing, communication = zip(*map(_time_factors, runs), strict=True)
     return Correction(
         computing=median(computing),
         communication=median(communication),
         memory=median(_bounded(each.memory_gib / each.predicted_memory_gib) for each in runs),
         runs=tuple(each.run_id for each in runs),
-        measured="this job" if any(each.priced.step_flops == wanted.step_flops for each in runs) else "a similar job",
+        measured="this job" if own else "a similar job",
     )
 
 

@@ -193,6 +193,13 @@ def test_jobs_that_are_alike_teach_each_other() -> None:
     assert after.predicted.step_ms == pytest.approx(1.3 * before.predicted.step_ms)
 
 
+def test_runs_of_this_job_alone_correct_it_where_there_are_any() -> None:
+    similar = planned([], train__global_batch=32)
+    others = [ran(similar, step=0.9, run_id=f"other{number}") for number in range(2)]
+    corrected = planned([ran(planned([]), step=1.2, run_id="this"), *others]).predicted.correction
+    assert (corrected.measured, corrected.runs, corrected.computing) == ("this job", ("this",), pytest.approx(1.2))
+
+
 def test_what_fits_is_never_counted_smaller_and_counted_larger_if_it_was() -> None:
     """What took more than planned gets a smaller micro-batch; less than planned is predicted, and not filled up."""
     sizes = {"train__global_batch": 256, "train__context": 256, "model__width": 512, "parallel__strategy": "zero2"}
