@@ -57,23 +57,29 @@ def _places_in(
         files = ", ".join(dict.fromkeys(span.source.name for span in chunks[index].spans[:3]))
         found |= dict.fromkeys(texts, f"in one of {files}{' …' if len(chunks[index].spans) > 3 else ''}")
         pieces = read_spans(chunks[index].spans, data, SkippedDocuments("skip"))
-        found |= _recognized(((str(piece.place), piece.text) for piece in pieces if not piece.before), texts)
+        found |= recognized(((str(piece.place), piece.text) for piece in pieces if not piece.before), texts)
     return found
 
 
-def _recognized(candidates: Iterable[tuple[str, str]], texts: Mapping[int, str]) -> dict[int, str]:
-    """Return the first place whose text is a document's, or begins it, or is begun by it (the split cut it)."""
+def recognized(candidates: Iterable[tuple[str, str]], texts: Mapping[int, str]) -> dict[int, str]:
+    """Return the first place whose text is a document's, else the only one that begins it, or that it begins.
+
+    The split may have cut a document. If several places begin alike, none is returned.
+    """
+    found = {number: "not known: its tokens are no text" for number, text in texts.items() if not text.strip()}
     by_key = defaultdict[str, dict[int, str]](dict)
     for number, text in texts.items():
-        dense = "".join(text.split())
-        by_key[dense[:KEY]][number] = dense
-    found: dict[int, str] = {}
+        if dense := "".join(text.split()):
+            by_key[dense[:KEY]][number] = dense
+    begun = defaultdict[int, list[str]](list)
     for place, text in candidates:
         if not (wanted := by_key.get("".join(text[: 8 * KEY].split())[:KEY])):
             continue
         dense = "".join(text.split())
         for number, own in list(wanted.items()):
-            if dense.startswith(own) or own.startswith(dense):
+            if dense == own:
                 found[number] = place
                 del wanted[number]
-    return found
+            elif dense.startswith(own) or own.startswith(dense):
+                begun[number].append(place)
+    return {number: places[0] for number, places in begun.items() if len(places) == 1} | found
