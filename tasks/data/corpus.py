@@ -65,6 +65,7 @@ from training.shards.format import (
     discard_damaged,
     discard_other_tokens,
     forget_chunks,
+    num_of_older_versions,
     read_manifest,
     verify_hashes,
 )
@@ -182,6 +183,12 @@ def _prepare_one(corpus: Corpus, shared: _Shared) -> tuple[Path, TokenShards]:
             return folder, finished
         for damage in discard_damaged(folder):
             log.warning("%s: deleting the file and making it again", damage)
+        if older_chunks := num_of_older_versions(folder):
+            log.info(
+                "%s: tokenizing again what an older version finished there, since it did not count all that is counted "
+                "today",
+                counted(older_chunks, "chunk"),
+            )
         corpus = corpus.surveyed_in(folder / SURVEY)
         rule = corpus.choose_rule()
         log.info("split: %s", rule.why)

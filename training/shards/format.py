@@ -16,6 +16,7 @@ train and validation has none in train. A document may span shards: only the sha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import shutil
@@ -89,8 +90,20 @@ def finished_chunk(folder: Path, index: int) -> FinishedChunk | None:
         finished = FinishedChunk.read(marker)
     except DamagedRecord:
         return None
-    counts_less = Ledger.model_fields.keys() - finished.model_fields_set  # an older version made it
-    return None if counts_less or any(_damage(folder, shard) for shard in finished.shards) else finished
+    return None if _counts_less(finished) or any(_damage(folder, shard) for shard in finished.shards) else finished
+
+
+def num_of_older_versions(folder: Path) -> int:
+    """Return how many chunks an older version finished, which did not count all that is counted today."""
+    found = 0
+    for marker in folder.glob("*.done.json"):
+        with contextlib.suppress(DamagedRecord):
+            found += _counts_less(FinishedChunk.read(marker))
+    return found
+
+
+def _counts_less(finished: FinishedChunk) -> bool:
+    return bool(Ledger.model_fields.keys() - finished.model_fields_set)
 
 
 def read_manifest(folder: Path) -> TokenShards:
