@@ -6,16 +6,15 @@ The code that predicts our own runs (memory.py and step_time.py in training/plan
 DeepSpeed, torchtitan and MosaicML here, each with a cost model of that program. A few efficiencies were fitted to the
 rows marked * in published.py; errors are those of all other rows. The last line is one JSON object:
 `median_throughput_error`, `p90_throughput_error`, `median_memory_error`, `worst_error` (of both), `rows`, and figures
-of the blind rows; `ranges` (of measured / predicted time in four of five rows, by kind of mesh) and
-`coverage_of_ranges` (the share of rows within the range that the rows of all other sources give); `mean_regret` and
-`max_regret` (time of the layout that the planner would choose, divided by that of the fastest one, where one source
-measured several layouts of the same job on the same machines); `seconds_for_4096_gpus` (to plan llama-1b's run);
-`as_planned`: the same rows with no model composed for their programs, priced as `shardline plan` prices ours.
+of the blind rows; `seconds_for_4096_gpus` (to plan llama-1b's run); `as_planned`: the same rows with no model composed
+for their programs, priced as `shardline plan` prices ours; of it again, `median_error`, `p90_error`, `mean_regret` and
+`max_regret` (time of the layout that a plan would choose, divided by that of the fastest one, where one source measured
+several layouts of the same job on the same machines).
 
 --rows FILE prices the rows of a JSON list instead, as a plan would: model sizes, machine, layout, precision, the
-measured value and its unit. The last line is num_rows, median_error, p90_error, worst_error,
-coverage_of_ranges, mean_regret_excess and max_regret_excess (0.05: the layout that a plan would choose was 5%
-slower than the fastest of a sweep), and families with the same of each. --memory FILE asks which of the layouts,
+measured value and its unit. The last line is num_rows, num_unmeasured (not judged), median_error, p90_error,
+worst_error, coverage_of_ranges, mean_regret_excess and max_regret_excess (0.05: the layout that a plan would choose was
+5% slower than the fastest of a sweep), and families with the same of each. --memory FILE asks which of the layouts,
 with an outcome each, a plan would take: judged_rightly, and ran_out_of_those_taken. Nothing is fitted on them.
 """
 
@@ -25,11 +24,10 @@ import argparse
 import functools
 import json
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.support.published import SOURCES, Model, Row, models, rows
@@ -46,13 +44,12 @@ from benchmarks.support.rows_as_planned import (
 )
 from flows.presets import load_config
 from training.planner.cluster import Cluster, cluster_of
-from training.planner.cost_model import SHARING, CostModel, Kept, MemoryCosts, Program, TimeCosts
+from training.planner.cost_model import CostModel, Kept, MemoryCosts, Program, TimeCosts
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
 from training.planner.memory import memory_gib
 from training.planner.model_shape import own_shape
 from training.planner.plan import make_plan
-from training.planner.search import TIED, num_kinds_of_communication
 from training.planner.step_time import step_s
 from training.records.plan import NOT_ALLOCATED, ModelShape
 
@@ -291,73 +288,11 @@ def summary(table: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-# How sure predictions are
-
-
 def time_ratio(row: Row) -> float:
     """Return measured / predicted time of a step."""
     assert row.rate is not None
     ratio = row.rate / predict(row).rate
     return ratio if row.unit == "s" else 1 / ratio
-
-
-def likely_range(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return the range that contains four of five of the ratios."""
-    tenths = quantiles(ratios, n=10, method="inclusive")
-    return tenths[0], tenths[-1]
-
-
-def ranges(tested: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Return the range of each kind of mesh, of programs for which a model was composed."""
-    ratios = defaultdict(list)
-    for row in tested:
-        ratios[mesh_kind(row.strategy, tp=row.tp, pp=row.pp)].append(time_ratio(row))
-    return {kind: likely_range(each) for kind, each in sorted(ratios.items())}
-
-
-def mesh_kind(strategy: str, *, tp: int, pp: int) -> str:
-    """divided: by tp or pp. Else sharded or replicated: whether each rank has all weights."""
-    if max(tp, pp) > 1:
-        return "divided"
-    return "sharded" if SHARING[strategy].stage == 3 else "replicated"
-
-
-def coverage(tested: Sequence[Row]) -> float:
-    """Return the share of rows within the range given by rows of the same kind from all other sources."""
-    within = []
-    for row in tested:
-        kind = mesh_kind(row.strategy, tp=row.tp, pp=row.pp)
-        others = [each for each in tested if each.source != row.source]
-        least, most = ranges(others)[kind]
-        within.append(least <= time_ratio(row) <= most)
-    return fmean(within)
-
-
-# Choices
-
-
-def sweeps() -> list[list[Row]]:
-    """Return rows of one source with the same job on the same machines, in layouts with different predictions."""
-    found = defaultdict(list)
-    for row in rows():
-        if row.rate is not None:
-            found[row.source, row.model, row.context, row.machines, row.gpus, row.program in IN_FP8].append(row)
-    return [each for each in found.values() if len({predict(row).rate for row in each}) == len(each) > 1]
-
-
-def regret(sweep: Sequence[Row]) -> float:
-    """Return the time per token of the layout that the planner would choose, over that of the fastest.
-
-    The planner takes, of those that are predicted to be within TIED of the fastest, the one that needs least memory.
-    """
-
-    def token_s(row: Row, rate: float) -> float:
-        return rate / row.global_batch / row.context if row.unit == "s" else 1 / rate
-
-    predicted = {row: token_s(row, predict(row).rate) for row in sweep}
-    tied = [row for row in sweep if predicted[row] <= TIED * min(predicted.values())]
-    chosen = min(tied, key=lambda row: (predict(row).gib, num_kinds_of_communication(layout_of(row))))
-    return token_s(chosen, chosen.rate or 0.0) / min(token_s(row, row.rate or 0.0) for row in sweep)
 
 
 # As planned
@@ -427,7 +362,11 @@ def print_judged(planned: Sequence[PlannedRow]) -> dict[str, Any]:
 def judge_files(row_file: Path | None, memory_file: Path | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if row_file:
-        found |= print_judged(read_rows(row_file))
+        given = read_rows(row_file)
+        measured = [row for row in given if row.step_s is not None]
+        found |= print_judged(measured) if measured else {"num_rows": 0}
+        found["num_unmeasured"] = len(given) - len(measured)
+        print(f"rows without a measured value, which are not judged: {found['num_unmeasured']}")
     if memory_file:
         memory = judged_memory(read_rows(memory_file))
         print("memory: " + ", ".join(f"{name} {value:.3g}" for name, value in memory.items()))
@@ -477,15 +416,6 @@ def main() -> None:
     print("\npublished, then predicted; *: an efficiency was fitted to this row, b: blind row")
     for source, where in SOURCES.items():
         print(f"{source:3} {where}")
-    tested = [row for row in rows() if row.rate is not None and row.role != "fitted"]
-    regrets = [regret(sweep) for sweep in sweeps()]
-    found = summary(table) | {
-        "coverage_of_ranges": coverage(tested),
-        "mean_regret": fmean(regrets),
-        "max_regret": max(regrets),
-        "sweeps": len(regrets),
-        "seconds_for_4096_gpus": seconds_for_gpus(4096),
-    }
     print("\nas a plan would price the same rows")
     planned = own_rows()
     as_planned = print_judged(planned)
@@ -493,10 +423,16 @@ def main() -> None:
     for what, (least, most) in as_planned["ranges"].items():
         held = as_planned["coverage_of_families_left_out"][what]
         print(f"{what} measured before: {least:.2f} to {most:.2f}, which holds {held:.0%} of families left out")
-    for kind, (least, most) in ranges(tested).items():
-        print(f"{kind}: {least:.2f} to {most:.2f} times the predicted time in four of five rows")
+    found = summary(table) | {
+        "median_error": as_planned["median_error"],
+        "p90_error": as_planned["p90_error"],
+        "mean_regret": 1 + as_planned["mean_regret_excess"],
+        "max_regret": 1 + as_planned["max_regret_excess"],
+        "sweeps": as_planned["num_sweeps"],
+        "seconds_for_4096_gpus": seconds_for_gpus(4096),
+    }
     print(", ".join(f"{name} {value:.3g}" for name, value in found.items()))
-    print(json.dumps({**found, "as_planned": as_planned, "ranges": ranges(tested), "rows": table}))
+    print(json.dumps({**found, "as_planned": as_planned, "rows": table}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,7 +79,7 @@ def traits_of(program: str, kernel: str = "") -> Traits:
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """One run as the planner's inputs. `step_s`: the measured seconds of a step, None if it ran out of memory."""
+    """One run as the planner's inputs. `step_s`: the measured seconds of a step, None if none are known."""
 
     family: str
     sweep: tuple[object, ...]
@@ -90,6 +89,7 @@ class PlannedRow:
     cluster: Cluster
     step_s: float | None
     traits: Traits
+    ran: bool = True
 
     @functools.cached_property
     def priced(self) -> PricedLayout:
@@ -130,6 +130,7 @@ def planned_row(
     layout: Layout,
     step_s: float | None,
     traits: Traits,
+    ran: bool = True,
 ) -> PlannedRow:
     """Return a row with the inputs that `shardline plan` would have. `model`: its sizes, as rows name them."""
     shape = own_shape(
@@ -141,7 +142,7 @@ def planned_row(
     config = _config(used, traits.is_compiled and layout.strategy != "zero3", traits.bf16_residual)
     job = Job(shape=shape, context=context, global_batch=global_batch, precision=used)  # type: ignore[arg-type]
     cluster = cluster_of(hypothetical_inventory(hosts), ranks_per_host, precision=used)
-    return PlannedRow(family, sweep, config, job, layout, cluster, step_s, traits)
+    return PlannedRow(family, sweep, config, job, layout, cluster, step_s, traits, ran)
 
 
 @functools.cache
@@ -195,8 +196,9 @@ def _read(row: Mapping[str, Any]) -> PlannedRow:
         context=row["context"],
         global_batch=row["global_batch"],
         layout=layout,
-        step_s=_step_s(row) if "measured" in row else 0.0 if row.get("outcome") == "ran" else None,
+        step_s=_step_s(row) if row.get("measured") else None,
         traits=traits_of(row["program"], row.get("kernel") or ""),
+        ran=bool(row.get("measured")) or row.get("outcome") == "ran",
     )
 
 
@@ -229,7 +231,7 @@ def _published_flops(row: Mapping[str, Any]) -> float:
 
 
 def judged(rows: Sequence[PlannedRow]) -> dict[str, float]:
-    """Return the figures of the rows' prices: errors, coverage of the printed ranges, regret of the choice."""
+    """Return the figures of the prices of measured rows: errors, coverage of the printed ranges, regret of choices."""
     errors, regrets = [row.error for row in rows], [*regrets_of(rows)]
     return {
         "num_rows": len(rows),
@@ -256,7 +258,7 @@ def regrets_of(rows: Iterable[PlannedRow]) -> Iterable[float]:
     for row in rows:
         sweeps[row.sweep].append(row)
     for sweep in sweeps.values():
-        measured = {id(row.priced): row.step_s or math.inf for row in sweep}
+        measured = {id(row.priced): row.step_s for row in sweep if row.step_s is not None}
         if len({row.layout for row in sweep}) > 1:
             fitting = [row.priced for row in sweep if row.priced.fits] or [row.priced for row in sweep]
             chosen, *_ = best_first(fitting)
@@ -324,7 +326,7 @@ def coverage_of_families(rows: Sequence[PlannedRow]) -> dict[Measured, float]:
 
 def judged_memory(rows: Sequence[PlannedRow]) -> dict[str, float]:
     """Return how many layouts were rightly taken as fitting or not, and how many taken as fitting ran out."""
-    outcomes = Counter((row.priced.fits, row.step_s is not None) for row in rows)
+    outcomes = Counter((row.priced.fits, row.ran) for row in rows)
     taken = outcomes[True, True] + outcomes[True, False]
     return {
         "num_rows": len(rows),

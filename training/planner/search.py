@@ -29,7 +29,7 @@ AUTOMATIC: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1",
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 AS_FAST = 1.05  # fewer hosts, another precision or fewer bytes sent must be predicted to save more than this
-TIED = 1.005  # closer predictions are not told apart; wider ties cost time on unseen sweeps (docs/planning.md)
+TIED = 1.005  # closer predictions are not told apart; wider ties cost time (docs/planning.md)
 TIGHT, CLOSE = 0.9, 1.02  # a layout that takes more than so much of what is usable needs to be so much faster
 MAX_STAGES = 64
 LEFT_OUT = (
@@ -181,9 +181,10 @@ def _are_alike(inventory: Inventory) -> bool:
 def best_first(fitting: list[PricedLayout]) -> tuple[PricedLayout, ...]:
     """Orders layouts by predicted time, except that the best comes first.
 
-    The best is, of those within TIED of the fastest, the one with the most memory to spare; of those that need as much,
-    the one with the fewest kinds of communication. The fastest is that of the layouts which take less than TIGHT of
-    what is usable, if it is CLOSE to the fastest of all: of those that take more, more run out (docs/planning.md).
+    The best is, of those within TIED of the fastest, the one that needs the least memory; of those that need as much,
+    to 0.1 GiB, the one with the fewest kinds of communication. The fastest is that of the layouts which take less
+    than TIGHT of what is usable, if it is CLOSE to the fastest of all: of those that take more, more run out
+    (docs/planning.md).
     """
     if not fitting:
         return ()
@@ -191,7 +192,7 @@ def best_first(fitting: list[PricedLayout]) -> tuple[PricedLayout, ...]:
     roomy = [each for each in by_time if each.needed_gib <= TIGHT * each.usable_gib]
     found = roomy if roomy and roomy[0].step_s <= CLOSE * by_time[0].step_s else by_time
     tied = [each for each in found if each.step_s <= TIED * found[0].step_s]
-    best = min(tied, key=lambda each: (each.needed_gib, num_kinds_of_communication(each.layout)))
+    best = min(tied, key=lambda each: (round(each.needed_gib, 1), num_kinds_of_communication(each.layout)))
     return (best, *(each for each in by_time if each is not best))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.planner_vs_published import judge_files
 from benchmarks.support.rows_as_planned import judged, judged_memory, read_rows
 
 ROW: dict[str, Any] = {
@@ -79,6 +80,13 @@ def test_memory_is_judged_by_what_ran(tmp_path: Path) -> None:
         "taken": 1,
         "ran_out_of_those_taken": 0.0,
     }
+
+
+def test_rows_without_a_measured_value_are_counted_and_not_judged(tmp_path: Path) -> None:
+    ran = {"measured": 10.0, "unit": "seconds a step"}
+    read(tmp_path, ran, {"outcome": "ran", "tp": 4}, {"outcome": "out of memory", "tp": 8})
+    found = judge_files(tmp_path / "rows.json", None)
+    assert (found["num_rows"], found["num_unmeasured"], found["num_sweeps"]) == (1, 2, 0)
 
 
 def test_a_row_that_cannot_be_priced_is_named(tmp_path: Path) -> None:
