@@ -28,8 +28,9 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
         _check_files(Path(folder).expanduser())
     content: dict[str, Any] = dict(read_fields(path))
     if model.init == "pretrained" and (quantized := content.get("quantization_config")):
+        by = quantized.get("quant_method") if isinstance(quantized, dict) else repr(quantized)
         raise ValueError(
-            f"config.json of model.path = {model.path} has quantization_config, by {quantized.get('quant_method')}: "
+            f"config.json of model.path = {model.path} has quantization_config, by {by}: "
             "weights that were rounded to few bits cannot be trained: give the model that they were made of, or load "
             "this one with transformers, call dequantize() and save_pretrained(FOLDER), and give that folder"
         )

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from training.models import hugging_face
-from training.records.model_state import differences, saved_shapes
+from training.records.model_state import differences, saved_shapes, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def load_pretrained(auto_class: Any, folder: Path | str, *, dtype: torch.dtype, 
         auto_class.from_pretrained, folder, folder, use_safetensors=True, trust_remote_code=False, dtype=dtype, **given
     )
     output = hf.get_output_embeddings()
-    if hf.config.get_text_config().tie_word_embeddings and output is not None:
+    if hf.config.get_text_config().tie_word_embeddings and hasattr(output, "weight"):
         _check_tied({"head": output.weight, "embedding": hf.get_input_embeddings().weight}, folder)
     return hf
 
@@ -75,7 +75,7 @@ def check_headers(auto_class: Any, folder: Path) -> None:
     rows = model.get_input_embeddings().weight
     alike = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight is rows}
     if len(alike & tensors.keys()) > 1:
-        files = [safe_open(path, "pt") for path in folder.glob("model*.safetensors")]
+        files = [safe_open(path, "pt") for path in weight_files(folder)]
         _check_tied({name: file.get_tensor(name) for file in files for name in alike & {*file.keys()}}, folder)
 
 

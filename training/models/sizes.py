@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from training.models.family import STYLES, is_for_fp8, layers_name
@@ -32,6 +33,18 @@ NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 WHOLE = ("replicate", "moe_tp", "mla_kv_a", "local")  # beginnings of the styles that leave parameters whole
 
+# What configs and classes of transformers raise for values that they do not know, by the field that is wrong.
+WRONG_VALUES = (
+    StrictDataclassError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+)
+
 
 def count_model(settings: Any, *, objective: str, where: str = "on meta") -> ModelShape:
     """Return the shape, with counted parameters, of the class that transformers makes of a config."""
@@ -42,7 +55,7 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
     try:
         with torch.device("meta"):
             hf = auto_class_of(objective).from_config(settings, dtype=torch.float32)
-    except Exception as error:  # classes raise KeyError, TypeError, … for values that they do not know
+    except WRONG_VALUES as error:
         why = _first_line(error)
         raise ValueError(
             f"model.path holds a model of type {shape.architecture}, which cannot be built: {why} Change its "
@@ -60,7 +73,7 @@ def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
         )
     num_layers, tensors = len(hf.get_submodule(name)), _tensors(hf)
     embedding, output = hf.get_input_embeddings().weight, hf.get_output_embeddings()
-    tied = output is not None and output.weight is embedding
+    tied = getattr(output, "weight", None) is embedding
     rows = {id(module.weight) for module in hf.modules() if isinstance(module, nn.Embedding)}
     first = next(place for place, each in enumerate(tensors) if each.name.startswith(f"{name}."))
     last = [each for each in tensors[first:] if not each.name.startswith(f"{name}.") and each.identity not in rows]
@@ -198,7 +211,7 @@ def main(path: Path, objective: str, node: str = "") -> int:
     where = f"on node {node}" if node else "on meta"
     try:
         settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # of many types, by the field that is wrong
+    except WRONG_VALUES as error:
         print(
             f"model.path: transformers {transformers.__version__}{f' {where}' if node else ''} cannot read its "
             f"config.json: {_first_line(error)} Choose a model of a type that this release has; code in a model's "

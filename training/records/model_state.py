@@ -66,19 +66,25 @@ def check_export(folder: Path, exported: ExportedModel) -> None:
         )
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a Hugging Face folder's weights. Raises ValueError if there are none."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(f"{folder} has neither {single.name} nor {index.name}: give the folder of a whole model")
+    return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+
+
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a Hugging Face folder, from the headers of its safetensors files.
 
     Raises ValueError if there are no such files, or one of them is none, or ends early, or has weights in integers.
     """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if not single.is_file() and not index.is_file():
-        raise ValueError(f"{folder} has neither {single.name} nor {index.name}: give the folder of a whole model")
-    names = [single.name] if single.is_file() else sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in names:
+    for path in weight_files(folder):
         try:
-            with (folder / name).open("rb") as file:
+            with path.open("rb") as file:
                 length, most = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
                 header = json.loads(file.read(min(length, most)))  # what is no such file may claim any length
             header.pop("__metadata__", None)
@@ -88,14 +94,14 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in header.items()}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"{folder / name} cannot be read as safetensors ({type(error).__name__}: {error}): copy it again"
+                f"{path} cannot be read as safetensors ({type(error).__name__}: {error}): copy it again"
             ) from None
         rounded = (
             tensor for tensor, entry in header.items() if tensor.endswith(".weight") and INTEGER.match(entry["dtype"])
         )
         if tensor := next(rounded, None):
             raise ValueError(
-                f"{folder / name} has integers in {tensor} ({header[tensor]['dtype']}): quantized weights, whose "
+                f"{path} has integers in {tensor} ({header[tensor]['dtype']}): quantized weights, whose "
                 "scales are unknown here: give the model that they were made of"
             )
     return shapes
