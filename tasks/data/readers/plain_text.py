@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import itertools
 from collections.abc import Iterator
 
 from tasks.data.readers.documents import (
@@ -19,6 +20,7 @@ from tasks.data.readers.spans import Piece, Place, Span
 from tasks.data.sources import SkippedDocuments, Source
 
 BORDER_BYTES = 2**16  # a border between two spans of one document is searched within this many bytes
+FEWEST_CR = 3  # of a text whose lines end with CR alone; a line with fewer may be a progress bar's
 
 
 def read_whole_file(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
@@ -162,7 +164,7 @@ def numbered_lines(span: Span) -> Iterator[tuple[int, str]]:
 
 def raw_lines(span: Span) -> Iterator[tuple[int, bytes]]:
     """Yield the lines from the first that begins in the span to the end of the file, and the bytes at which they begin,
-    without a byte order mark. Raises OSError if no line of the file ends with LF, but some do with CR.
+    without a byte order mark. Raises OSError if the file begins with several lines that end with CR alone.
     """
     wanted_bytes = None if span.stop is None else span.stop - span.start
     with span.source.open(wanted_bytes=wanted_bytes) as file:
@@ -176,8 +178,14 @@ def raw_lines(span: Span) -> Iterator[tuple[int, bytes]]:
                 offset += len(part)
             if span.ended(offset):  # also in the middle of a line that is longer than the span
                 return
-        for raw in file:
-            if not offset and not raw.endswith(b"\n") and b"\r" in raw.rstrip(b"\r"):
-                raise OSError("its lines end with CR alone; end them with LF: tr '\\r' '\\n' < FILE > COPY")
+        first = b"" if offset else file.readline(BLOCK_CHARACTERS)
+        if b"\n" not in first and (num_cr := first.count(b"\r")) >= FEWEST_CR:
+            raise OSError(
+                f"its first {len(first):,} bytes have {num_cr:,} CR and no LF. If CR ends its lines, end them with LF: "
+                "tr '\\r' '\\n' < FILE > COPY; if it is one line, delete them: tr -d '\\r' < FILE > COPY"
+            )
+        if first and not first.endswith(b"\n"):
+            first += file.readline()
+        for raw in itertools.chain([first] if first else [], file):
             yield offset, raw if offset else raw.removeprefix(codecs.BOM_UTF8)
             offset += len(raw)
