@@ -14,7 +14,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ from training.records.record import write_atomically
 MOST_TASKS = 4096  # of a corpus of any size
 TASK_BYTES = 2**26  # of text, some 8 s on one core: shorter tasks would keep the process that distributes them busy
 PRELOADED = ["tasks.data.sharding", "gigatoken", "awkward"]  # gigatoken imports awkward when it first encodes
-TASKS_PER_WORKER = 16  # at least, so that the others wait at most 1/16 of the time for the last task
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,10 @@ class Engine(Protocol):
     @property
     def workers(self) -> int: ...
 
+    @property
+    def tasks_per_worker(self) -> int:
+        """At least so many, so that the others wait at most that part of the time for the last task."""
+
     def run(self, tasks: Sequence[Task]) -> Iterator[list[tuple[int, Any]]]: ...
 
 
@@ -58,16 +61,17 @@ def run_chunks(
     engine: Engine, title: str, function: Callable[[Any, Chunk], Any], work: Any, chunks: Sequence[Chunk]
 ) -> Generator[tuple[int, Any]]:
     """Yield each chunk's index and the result of `function`, as chunks are finished."""
-    for results in engine.run(tasks_of(title, function, work, chunks, workers=engine.workers)):
+    least = engine.tasks_per_worker * engine.workers
+    for results in engine.run(tasks_of(title, function, work, chunks, least=least)):
         yield from results
 
 
 def tasks_of(
-    title: str, function: Callable[[Any, Chunk], Any], work: Any, chunks: Sequence[Chunk], *, workers: int
+    title: str, function: Callable[[Any, Chunk], Any], work: Any, chunks: Sequence[Chunk], *, least: int
 ) -> list[Task]:
-    """Group the chunks into tasks: enough for all workers, but at most thousands, whatever the size of the corpus."""
+    """Group the chunks into tasks: at least `least`, but at most thousands, whatever the size of the corpus."""
     total = sum(chunk.num_bytes for chunk in chunks)
-    number = min(len(chunks), MOST_TASKS, max(TASKS_PER_WORKER * workers, total // TASK_BYTES))
+    number = min(len(chunks), MOST_TASKS, max(least, total // TASK_BYTES))
     borders = [len(chunks) * index // number for index in range(number + 1)] if number else []
     return [
         Task(
@@ -115,6 +119,8 @@ def see_files(files: SharedFiles, chunk: Chunk) -> None:
 class LocalProcesses:
     """Processes of this machine, one per core by default; a small number of tasks runs in this process instead."""
 
+    tasks_per_worker = 16
+
     def __init__(self, processes: int = 0) -> None:
         self.workers = processes or usable_cores()
 
@@ -131,12 +137,20 @@ class LocalProcesses:
             self.workers, mp_context=context, initializer=start_worker, initargs=(dict(os.environ),)
         )
         try:
-            for future in as_completed([pool.submit(task.run) for task in tasks]):
+            for future in as_completed(_submitted(pool, tasks)):
                 yield future.result()
         except BrokenProcessPool as error:
             raise killed(self.workers) from error
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _submitted(pool: ProcessPoolExecutor, tasks: Sequence[Task]) -> list[Future[list[tuple[int, Any]]]]:
+    """Submit the tasks, which starts the workers. Raises BrokenProcessPool if their server was killed."""
+    try:
+        return [pool.submit(task.run) for task in tasks]
+    except (EOFError, ConnectionError) as error:
+        raise BrokenProcessPool("the process that starts workers was killed") from error
 
 
 def killed(workers: int) -> RuntimeError:
@@ -147,7 +161,9 @@ def killed(workers: int) -> RuntimeError:
 
 
 def start_worker(environment: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Prepare a started process for tasks. `environment`: its parent's, for one that a server has forked."""
+    """Prepare a started process for tasks. `environment`: its parent's, for one forked by a server with another."""
+    if environment:
+        os.environ.clear()
     os.environ.update(environment)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread, because there are as many processes as cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all processes; only the parent handles it

@@ -307,14 +307,14 @@ def test_a_corpus_of_any_size_is_thousands_of_tasks() -> None:
         return [Chunk(index, (), mib * 2**20) for index in range(number)]
 
     def sizes(number: int, mib: int, workers: int) -> list[int]:
-        return [len(task.chunks) for task in tasks_of("", print, None, chunks(number, mib), workers=workers)]
+        return [len(task.chunks) for task in tasks_of("", print, None, chunks(number, mib), least=16 * workers)]
 
     assert sizes(0, 8, 2) == []
     assert sizes(5, 8, 16) == [1] * 5, "little text: all workers have some"
     assert (len(sizes(1000, 8, 2)), max(sizes(1000, 8, 2))) == (125, 8), "64 MiB each"
     assert len(sizes(1000, 8, 10)) == 160
     assert len(sizes(100_000, 1024, 1000)) == 4096, "100 TB"
-    (first, *_) = tasks_of("tokenize chunks", print, None, chunks(1000, 8), workers=2)
+    (first, *_) = tasks_of("tokenize chunks", print, None, chunks(1000, 8), least=32)
     assert first.title == "tokenize chunks 0-7"
 
 
@@ -323,8 +323,11 @@ def _variable(name: str, chunk: Chunk) -> str | None:
 
 
 def test_workers_have_the_environment_of_their_pool_not_of_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("one", "two"):
-        monkeypatch.setenv("SHARDLINE_TEST_ENVIRONMENT", value)
+    for value in ("one", "two", None):
+        if value:
+            monkeypatch.setenv("SHARDLINE_TEST_ENVIRONMENT", value)
+        else:
+            monkeypatch.delenv("SHARDLINE_TEST_ENVIRONMENT")
         chunks = [Chunk(index, (), 1) for index in range(3)]
         found = run_chunks(LocalProcesses(2), "", _variable, "SHARDLINE_TEST_ENVIRONMENT", chunks)
         assert dict(found) == dict.fromkeys(range(3), value)
