@@ -318,6 +318,12 @@ def test_a_corpus_of_any_size_is_thousands_of_tasks() -> None:
     assert first.title == "tokenize chunks 0-7"
 
 
+def test_a_line_may_hold_a_cr(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"10%\r100%")
+    source, data = source_of(tmp_path / "a.txt", "line")
+    assert [text for _, text in documents([Span(0, source)], data)] == ["10%\r100%"]
+
+
 def _variable(name: str, chunk: Chunk) -> str | None:
     return os.environ.get(name)
 

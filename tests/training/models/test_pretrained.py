@@ -274,6 +274,13 @@ def test_what_may_be_absent_or_is_not_saved_any_more_is_no_error(model_type: str
     load_pretrained(auto_class_of("causal"), folder, dtype=torch.float32)
 
 
+def test_a_file_of_weights_that_is_not_the_models_is_not_read(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "llama", tie_word_embeddings=True)
+    changed(folder, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    save_file({"lm_head.weight": torch.ones(2, 2)}, folder / "model-old.safetensors")
+    check_headers(auto_class_of("causal"), folder)
+
+
 def test_the_head_node_refuses_such_a_folder_before_the_corpus_is_tokenized(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -293,11 +300,10 @@ def test_the_head_node_refuses_such_a_folder_before_the_corpus_is_tokenized(
 QUICK, LAYOUT = {"single", "pp"}, ("single", "ddp", "fsdp", "zero2", "tp", "pp")
 
 
-def quantized(folder: Path) -> Path:
+def quantized(folder: Path, config: Any = None) -> Path:
     fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(fields | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
-    )
+    fields["quantization_config"] = config or {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(fields))
     return folder
 
 
@@ -326,13 +332,14 @@ def said_to_be_tied(folder: Path) -> Path:
     ("spoil", "words"),
     [
         (quantized, "quantization_config, by gptq.*dequantize"),
+        (lambda folder: quantized(folder, "int4"), "quantization_config, by 'int4'"),
         (adapted, "has an adapter .*some/base.*merge_and_unload"),
         (lambda folder: folder / "model.safetensors", "is a file: give the folder"),
         (cut_short, r"it ends after [\d,]+ of [\d,]+ bytes"),
         (in_integers, r"has integers in \S+\.weight \(I8\): quantized weights"),
         (said_to_be_tied, "two unlike matrices: set tie_word_embeddings to false"),
     ],
-    ids=["quantized", "adapter", "file", "cut short", "integers", "tied by config.json alone"],
+    ids=["quantized", "quantized somehow", "adapter", "file", "cut short", "integers", "tied by config.json alone"],
 )
 def test_weights_that_would_train_as_another_model_are_refused(
     spoil: Callable[[Path], Path], words: str, tmp_path: Path
