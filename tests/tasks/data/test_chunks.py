@@ -179,7 +179,7 @@ def test_the_split_does_not_depend_on_the_size_of_chunks(tmp_path: Path, unit: s
 class Backwards:
     """Does the tasks from the last to the first, as workers of unlike speed might."""
 
-    workers = 100
+    workers, tasks_per_worker = 100, 4
 
     def __init__(self) -> None:
         self.titles: list[str] = []
