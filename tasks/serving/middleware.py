@@ -189,4 +189,5 @@ class AdmissionControl:
             labels = self.follower.served.name, str(outcome["version"])
             self.metrics.requests.labels(*labels, str(outcome["code"] or 499)).inc()
             if outcome["code"] == HTTPStatus.OK:
-                self.metrics.seconds.labels(*labels).observe(time.perf_counter() - start)
+                ended_at = outcome.get("ended_at", time.perf_counter())  # of the last text
+                self.metrics.seconds.labels(*labels).observe(ended_at - start)
