@@ -20,6 +20,7 @@ from tasks.serving.middleware import OUTCOME, Refused
 from training.config.serving import ServingConfig
 
 T = TypeVar("T")
+PREPARING = 4  # threads that render and tokenize chats
 Turns = asyncio.Semaphore
 Prompt = str | Sequence[int]  # text or token IDs
 TIMEOUT = "timeout"  # a finish_reason that becomes an error before a client sees it
@@ -47,9 +48,31 @@ class TextService:
         self._slots = asyncio.Semaphore(limits.max_concurrent)
         self._waiting = 0
         self._pool = ThreadPoolExecutor(limits.max_concurrent, thread_name_prefix="text")
+        self._preparing, self._chat_pool = 0, ThreadPoolExecutor(PREPARING, thread_name_prefix="chat")
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._chat_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def prepare(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, such as a chat's tokens, in a thread that no text and no other task waits for.
+
+        Raises Refused if `max_waiting` others wait already, or it takes longer than `timeout_s`.
+        """
+        if self._preparing >= PREPARING + self.limits.max_waiting:
+            load = f"{self._preparing} chats are being rendered or wait for it"
+            raise Refused(429, f"{load}, as many as this server accepts: try again in a moment")
+        self._preparing += 1
+        try:
+            async with asyncio.timeout(self.limits.timeout_s) as limit:
+                return await asyncio.get_running_loop().run_in_executor(self._chat_pool, work)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            waited = f"{self.limits.timeout_s:g} s (serving.timeout_s)"
+            raise Refused(503, f"the chat was not rendered within {waited}: try again in a moment") from None
+        finally:
+            self._preparing -= 1
 
     @asynccontextmanager
     async def stream(
