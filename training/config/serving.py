@@ -79,7 +79,6 @@ class ServingConfig(Section):
         description="Origins whose web pages may call this server from a browser, such as https://example.org; "
         '"*" means all. Empty means none.',
     )
-
     drain_s: float = Field(30, ge=0, description="Seconds to let running requests finish after SIGTERM.")
     poll_s: float = Field(5, gt=0, description="Seconds between checks of the alias.")
     token_file: str = Field(
