@@ -135,7 +135,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, end_id: int) -> None:
         self.tokenizer, self.end_id = tokenizer, end_id
-        self._lock, self._compiled = threading.Lock(), functools.lru_cache(KEPT_GRAMMARS)(self._compile)
+        self._lock, self._kept = threading.Lock(), dict[str, Any]()  # by source: what _compile returned, oldest first
 
     def matcher(self, grammar: Mapping[str, Any]) -> Any:
         """Return an llguidance.LLMatcher, which tells which tokens the grammar allows next.
@@ -150,11 +150,15 @@ class Grammars:
         if len(source) > MAX_GRAMMAR_CHARS:
             which = f"this {next(iter(grammar))} has {len(source)} characters"
             raise ValueError(f"text cannot be constrained, because {which}: simplify it to {MAX_GRAMMAR_CHARS} at most")
-        with self._lock:
-            found = self._compiled(source)
-            if isinstance(found, str):
-                raise ValueError(found)
-            return found.deep_copy()
+        if (found := self._kept.get(source)) is None:  # else no other grammar's compilation is waited for
+            with self._lock:
+                if (found := self._kept.get(source)) is None:
+                    found = self._kept[source] = self._compile(source)
+                    if len(self._kept) > KEPT_GRAMMARS:
+                        del self._kept[next(iter(self._kept))]
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found.deep_copy()
 
     def _compile(self, source: str) -> Any:
         """Return the matcher of a grammar as JSON, or why there is none."""

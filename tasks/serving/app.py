@@ -23,7 +23,7 @@ from tasks.serving.alias_follower import AliasFollower, ServedVersion
 from tasks.serving.completions import ClientDisconnected, TextService, unless_disconnected
 from tasks.serving.kserve_api import add_kserve
 from tasks.serving.metrics import ServerMetrics
-from tasks.serving.middleware import AdmissionControl, Refused, refusal, unknown_path, wrong_content_type
+from tasks.serving.middleware import FAILED, AdmissionControl, Refused, refusal, unknown_path, wrong_content_type
 from tasks.serving.openai_api import add_openai
 from tasks.serving.tokenizer_api import add_tokenizer
 from training.config.serving import ServingConfig
@@ -172,7 +172,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     """Name each wrong field with its error, instead of returning pydantic's nested list."""
     assert isinstance(error, RequestValidationError)
     path, given = request.scope["path"], request.headers.get("content-type")
-    if request.method == "POST" and "json" not in (given or ""):
+    if request.method == "POST" and "json" not in (given or "").lower():
         return wrong_content_type(path, given)
     lines = [_in_words(problem) for problem in error.errors()[:MAX_PROBLEMS]]
     return refusal(path, 400 if path.startswith("/v") else 422, "; ".join(lines))
@@ -201,7 +201,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    return refusal(request.scope["path"], error.status, error.message)
+    return refusal(request.scope["path"], error.status, error.message, code=error.code)
 
 
 async def _engine_died(request: Request, error: Exception) -> Response:
@@ -213,4 +213,4 @@ async def _client_disconnected(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return refusal(request.scope["path"], 500, "the server failed at this request: its log has the error")
+    return refusal(request.scope["path"], 500, FAILED)

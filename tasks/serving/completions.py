@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -12,7 +13,6 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import GrammarFailed, TextStream, TokenLogprob
 from tasks.serving.alias_follower import ServedVersion
 from tasks.serving.metrics import ServerMetrics
@@ -20,6 +20,7 @@ from tasks.serving.middleware import OUTCOME, Refused
 from training.config.serving import ServingConfig
 
 T = TypeVar("T")
+PREPARING = 4  # threads that render and tokenize chats
 Turns = asyncio.Semaphore
 Prompt = str | Sequence[int]  # text or token IDs
 TIMEOUT = "timeout"  # a finish_reason that becomes an error before a client sees it
@@ -47,9 +48,31 @@ class TextService:
         self._slots = asyncio.Semaphore(limits.max_concurrent)
         self._waiting = 0
         self._pool = ThreadPoolExecutor(limits.max_concurrent, thread_name_prefix="text")
+        self._preparing, self._chat_pool = 0, ThreadPoolExecutor(PREPARING, thread_name_prefix="chat")
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._chat_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def prepare(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, such as a chat's tokens, in a thread that no text and no other task waits for.
+
+        Raises Refused if `max_waiting` others wait already, or it takes longer than `timeout_s`.
+        """
+        if self._preparing >= PREPARING + self.limits.max_waiting:
+            load = f"{self._preparing} chats are being rendered or wait for it"
+            raise Refused(429, f"{load}, as many as this server accepts: try again in a moment")
+        self._preparing += 1
+        try:
+            async with asyncio.timeout(self.limits.timeout_s) as limit:
+                return await asyncio.get_running_loop().run_in_executor(self._chat_pool, work)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            waited = f"{self.limits.timeout_s:g} s (serving.timeout_s)"
+            raise Refused(503, f"the chat was not rendered within {waited}: try again in a moment") from None
+        finally:
+            self._preparing -= 1
 
     @asynccontextmanager
     async def stream(
@@ -58,20 +81,20 @@ class TextService:
         """Open a stream of text in a free slot; after the block no further token is generated.
 
         `turns`: of the texts of a request after its first one, whom a full queue does not refuse.
-        Raises Refused if the request exceeds a limit or the queue is full.
+        Raises Refused if the request exceeds a limit, the queue is full, or the stream does not open in time.
         """
         self.check(prompt, sampling)
-        loop = asyncio.get_running_loop()
+        loop, outcome = asyncio.get_running_loop(), OUTCOME.get({})
         async with turns or nullcontext(), self._slot(admitted=turns is not None):
             try:
                 open_stream = partial(served.engine.stream, prompt, **sampling)
-                stream = await loop.run_in_executor(self._pool, open_stream)
+                stream = await self._opened(loop.run_in_executor(self._pool, open_stream))
             except ValueError as error:
                 raise Refused(400, str(error)) from None
-            except EngineDied:
-                OUTCOME.get({})["version"] = served.version
+            except Exception:  # the version's own failure, so that a roll-out's watch sees it
+                outcome["version"] = served.version
                 raise
-            OUTCOME.get({})["version"] = served.version
+            outcome["version"] = served.version
 
             def end_for_timeout() -> None:
                 stream.finish_reason = TIMEOUT
@@ -83,9 +106,25 @@ class TextService:
             finally:
                 timer.cancel()
                 stream.close()
+                outcome["ended_at"] = time.perf_counter()
                 labels = served.name, str(served.version)
                 self.metrics.tokens.labels(*labels).inc(stream.new_tokens)
                 self.metrics.prompt_tokens.labels(*labels).inc(stream.prompt_tokens)
+
+    async def _opened(self, opening: asyncio.Future[TextStream]) -> TextStream:
+        """Wait for a stream that a thread opens. If nobody waits any more, it is closed as soon as it is open."""
+        try:
+            async with asyncio.timeout(self.limits.timeout_s) as limit:
+                try:
+                    return await asyncio.shield(opening)
+                except asyncio.CancelledError:
+                    opening.add_done_callback(_close_opened)
+                    raise
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            within = f"{self.limits.timeout_s:g} s (serving.timeout_s)"
+            raise Refused(504, f"the engine did not begin the text within {within}: try again in a moment") from None
 
     async def write(
         self,
@@ -189,6 +228,7 @@ class TextService:
             async with asyncio.timeout(self.limits.timeout_s):
                 await self._slots.acquire()
         except TimeoutError:
+            OUTCOME.get({})["version"] = ""  # that other texts of this request have set: it is not at fault
             waited = f"{self.limits.timeout_s:g} s (serving.timeout_s)"
             raise Refused(503, f"the server was busy for {waited}: try again in a moment") from None
         finally:
@@ -197,6 +237,11 @@ class TextService:
             yield
         finally:
             self._slots.release()
+
+
+def _close_opened(opening: asyncio.Future[TextStream]) -> None:
+    if not opening.cancelled() and not opening.exception():
+        opening.result().close()
 
 
 @contextmanager

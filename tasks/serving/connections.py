@@ -65,10 +65,14 @@ class BoundedProtocol(H11Protocol):
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def _has_sent_all(self) -> bool:
+        return not self.transport.is_closing() and not self.transport.get_write_buffer_size()
+
     def _make_room(self) -> None:
         """Close the connection that has been idle for the longest time; if none is idle, this one, with status 503."""
         others = [each for each in self.connections if each is not self and isinstance(each, BoundedProtocol)]
-        idle = [each for each in others if each._is_idle]
+        idle = [each for each in others if each._is_idle and each._has_sent_all]
         if idle:
             return min(idle, key=lambda each: each._used_at).transport.abort()
         self.transport.write(BUSY)
@@ -85,7 +89,18 @@ class BoundedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(self.stalled_s, self.transport.abort)
+        self._limit_write()
+
+    def _limit_write(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(self.stalled_s, self._end_if_stalled, unsent)
+
+    def _end_if_stalled(self, unsent: int) -> None:
+        """Close the connection if its client has read nothing since `unsent` bytes waited for it."""
+        if self.transport.get_write_buffer_size() < unsent:
+            self._limit_write()
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -28,7 +28,7 @@ class ServerMetrics:
         self.requests = Counter("shardline_requests", "Requests for text", [*labels, "code"], registry=of)
         self.seconds = Histogram(
             "shardline_request_seconds",
-            "Seconds from the request to the last byte of its whole reply",
+            "Seconds from the request to the end of its last text",
             labels,
             buckets=BUCKETS_S,
             registry=of,

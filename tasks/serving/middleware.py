@@ -27,8 +27,9 @@ from training.config.serving import ServingConfig
 logger = logging.getLogger(__name__)
 
 OWN_PATHS = ("/generate", "/previous", "/tokenize", "/detokenize", "/example", "/health", "/metrics")
-OPENAI_PATHS = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
+OPENAI_PATHS = ("POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models")
 OPEN_PATHS = ("/", "/metrics")  # need no token, as health does not, because none shows generated text
+FAILED = "the server failed at this request: its log has the error"
 HEALTH = ("/health", "/v2/health")
 TEXT_PATHS = ("/generate", "/previous/generate", "/v1/completions", "/v1/chat/completions")  # and /v2/models/NAME/infer
 
@@ -40,9 +41,9 @@ OUTCOME: ContextVar[dict[str, Any]] = ContextVar("outcome")
 class Refused(Exception):
     """A request that the server refuses; the message says why and what to do."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status, self.message, self.code = status, message, code
 
 
 def refusal(path: str, status: int, message: str, *, code: str | None = None) -> Response:
@@ -53,8 +54,7 @@ def refusal(path: str, status: int, message: str, *, code: str | None = None) ->
         return JSONResponse({"error": message}, status, headers=headers)
     if path == "/" or path.startswith(OWN_PATHS):
         return JSONResponse({"detail": message}, status, headers=headers)
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     code = code or {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}.get(status)
     error = {"message": message, "type": kind, "param": None, "code": code}
     return JSONResponse({"error": error}, status, headers=headers)
@@ -62,8 +62,8 @@ def refusal(path: str, status: int, message: str, *, code: str | None = None) ->
 
 def unknown_path(method: str, path: str) -> Response:
     """Return the error for a path that the server lacks, with those that clients may have meant."""
-    cure = f"OpenAI's are {OPENAI_PATHS}"
-    if f" /v1{path}" in OPENAI_PATHS:
+    cure = f"OpenAI's are {', '.join(OPENAI_PATHS)}"
+    if any(each.endswith(f" /v1{path}") for each in OPENAI_PATHS):
         cure += f"; base_url must end in /v1, so that the path is /v1{path}"
     return refusal(path, 404, f"this server has no {method} {path}: {cure}", code="not_found")
 
@@ -118,7 +118,10 @@ class AdmissionControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        path = urlsplit(scope["path"]).path if scope["path"].startswith("http") else scope["path"]  # as to a proxy
+        try:
+            path = urlsplit(scope["path"]).path if scope["path"].startswith("http") else scope["path"]  # as to a proxy
+        except ValueError as error:
+            return await refusal("/v1", 400, f"the request's URL cannot be read ({error})")(scope, receive, send)
         path = "/" + "/".join(part for part in path.split("/") if part)  # //v1/models/ means /v1/models
         scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
         app = self._refused(scope) or self._with_body
@@ -189,4 +192,5 @@ class AdmissionControl:
             labels = self.follower.served.name, str(outcome["version"])
             self.metrics.requests.labels(*labels, str(outcome["code"] or 499)).inc()
             if outcome["code"] == HTTPStatus.OK:
-                self.metrics.seconds.labels(*labels).observe(time.perf_counter() - start)
+                ended_at = outcome.get("ended_at", time.perf_counter())  # of the last text
+                self.metrics.seconds.labels(*labels).observe(ended_at - start)

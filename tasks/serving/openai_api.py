@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -17,10 +20,12 @@ from starlette.types import Receive, Scope, Send
 from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextStream, decode
 from tasks.serving.alias_follower import AliasFollower, ServedVersion
-from tasks.serving.completions import Completion, Prompt, TextService, unless_disconnected
-from tasks.serving.middleware import OUTCOME, Refused, refusal
+from tasks.serving.completions import ClientDisconnected, Completion, Prompt, TextService, unless_disconnected
+from tasks.serving.middleware import FAILED, OUTCOME, Refused, refusal
 from tasks.serving.openai_replies import ChatReply, CompletionReply, Placed, TokenOffsets, usage
 from tasks.serving.openai_requests import ChatRequest, CompletionRequest, Message, SamplingBody
+
+logger = logging.getLogger(__name__)
 
 DEVELOPER = "developer"  # OpenAI's newer name of the role system
 
@@ -64,13 +69,19 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
         try:
             served = stack.enter_context(follower.current())
             if isinstance(body, ChatRequest):  # in a thread, because a long chat takes long to tokenize
-                asked = await asyncio.to_thread(_chat, body, served, text)
+                try:
+                    asked = await unless_disconnected(request, text.prepare(partial(_chat, body, served, text)))
+                except (Refused, ClientDisconnected):
+                    raise
+                except Exception:
+                    OUTCOME.get({})["version"] = served.version
+                    raise
             else:
                 asked = _completion(body, served)
             if not body.stream:
                 return await unless_disconnected(request, _whole(asked, served, text))
             # The first stream opens before the reply starts, so that a refusal has its own status.
-            events = CompletionEvents(asked, served, text)
+            events = await asyncio.to_thread(CompletionEvents, asked, served, text)  # which tokenizes
             stack.push_async_exit(events.first_slot)
             first = events.first_slot.enter_async_context(text.stream(served, *asked.texts[0]))
             events.streams[0] = await unless_disconnected(request, first)
@@ -98,7 +109,8 @@ def _chat(body: ChatRequest, served: ServedVersion, text: TextService) -> Asked:
     prompt = chat_prompt(served, body.messages, text)
     if len(prompt) > served.engine.context:
         limit = f"{served.name} version {served.version} sees {served.engine.context}"
-        raise Refused(400, f"the chat has {len(prompt)} tokens and {limit}: leave out its older messages, or send less")
+        what = f"the chat has {len(prompt)} tokens and {limit}: leave out its older messages, or send less"
+        raise Refused(400, what, code="context_length_exceeded")
     new_tokens = body.max_completion_tokens or body.max_tokens
     if new_tokens is None:  # as many as the context has room for
         left = served.engine.context - len(prompt)
@@ -129,13 +141,22 @@ def chat_prompt(served: ServedVersion, messages: Sequence[Message], text: TextSe
 async def _whole(asked: Asked, served: ServedVersion, text: TextService) -> Response:
     score_prompts = asked.echo and asked.shows_logprobs
     written = await text.write_all(served, asked.texts, score_prompts=score_prompts)
+    return await asyncio.to_thread(_whole_reply, asked, served, written)  # log-probabilities take long to decode
+
+
+def _whole_reply(asked: Asked, served: ServedVersion, written: Sequence[Completion]) -> Response:
     counts = [one.prompt_tokens for one in written], [one.new_tokens for one in written]
     made = asked.body.num_candidates
     total = usage(*counts, per_prompt=made)
     pairs = list(zip([prompt for prompt, _ in asked.texts], written, strict=True))
     of_prompts = [pairs[first : first + made] for first in range(0, len(pairs), made)]
-    chosen = [pair for of_prompt in of_prompts for pair in _best(of_prompt, asked.body.n or 1)]
-    choices = [_choice(asked, served, index, *pair) for index, pair in enumerate(chosen)]
+    choices: list[dict[str, Any]] = []
+    for of_prompt in of_prompts:
+        prompt = of_prompt[0][0]
+        before = served.engine.encoder.encode(prompt) if asked.shows_logprobs and not asked.echo else ()
+        echoed = _text(served, prompt) if asked.echo else ""
+        for _, one in _best(of_prompt, asked.body.n or 1):
+            choices.append(_choice(asked, served, len(choices), one, before=before, echoed=echoed))
     return JSONResponse(asked.reply.whole(choices, usage=total))
 
 
@@ -149,12 +170,12 @@ def _best(pairs: Sequence[tuple[Prompt, Completion]], n: int) -> Sequence[tuple[
     return pairs if len(pairs) == n else sorted(pairs, key=mean, reverse=True)[:n]
 
 
-def _choice(asked: Asked, served: ServedVersion, index: int, prompt: Prompt, one: Completion) -> dict[str, Any]:
-    tokenizer = served.engine.tokenizer
-    echoed = _text(served, prompt) if asked.echo else ""
+def _choice(
+    asked: Asked, served: ServedVersion, index: int, one: Completion, *, before: Sequence[int], echoed: str
+) -> dict[str, Any]:
     tokens: list[Placed] | None = None
     if asked.shows_logprobs:
-        offsets = TokenOffsets(tokenizer, () if asked.echo else served.engine.encoder.encode(prompt))
+        offsets = TokenOffsets(served.engine.tokenizer, before)
         offsets.add([*one.prompt_logprobs, *one.logprobs])
         tokens = offsets.take(len(echoed) + len(one.text) if _may_be_cut(asked, one.finish_reason) else None)
     return asked.reply.choice(index, echoed + one.text, one.finish_reason, tokens)
@@ -182,12 +203,12 @@ class CompletionEvents:
         self.lengths = [0] * len(asked.texts)  # characters that were sent
         self.offsets: dict[int, TokenOffsets] = {}
         if asked.shows_logprobs:
-            tokenizer = served.engine.tokenizer
+            tokenizer, made = served.engine.tokenizer, asked.body.num_candidates
             try:
-                before = [served.engine.encoder.encode(prompt) for prompt, _ in asked.texts]
+                before = [served.engine.encoder.encode(prompt) for prompt, _ in asked.texts[::made]]
             except ValueError as error:
                 raise Refused(400, str(error)) from None
-            self.offsets = {index: TokenOffsets(tokenizer, ids) for index, ids in enumerate(before)}
+            self.offsets = {index: TokenOffsets(tokenizer, before[index // made]) for index in range(len(asked.texts))}
 
     async def lines(self) -> AsyncIterator[bytes]:
         writing = [asyncio.create_task(self._write(index)) for index in range(len(self.asked.texts))]
@@ -204,7 +225,10 @@ class CompletionEvents:
         except Exception as error:  # the status is sent already, so the client gets the error as an event
             status = error.status if isinstance(error, Refused) else 503 if isinstance(error, EngineDied) else 500
             OUTCOME.get()["code"] = status
-            yield b"data: " + bytes(refusal("/v1/", status, str(error)).body) + b"\n\n"
+            if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+                logger.error("a streamed reply failed", exc_info=error)
+            says = FAILED if status == HTTPStatus.INTERNAL_SERVER_ERROR else str(error)
+            yield b"data: " + bytes(refusal("/v1/", status, says).body) + b"\n\n"
         except (asyncio.CancelledError, GeneratorExit):
             OUTCOME.get()["code"] = 499
             raise

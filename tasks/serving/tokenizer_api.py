@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tasks.inference.engine import Engine
 from tasks.serving.alias_follower import AliasFollower
-from tasks.serving.completions import TextService
+from tasks.serving.completions import TextService, unless_disconnected
 from tasks.serving.middleware import Refused
 from tasks.serving.openai_api import chat_prompt
 from tasks.serving.openai_requests import Message
@@ -41,7 +42,10 @@ class DetokenizeRequest(_Body):
 
 def add_tokenizer(app: FastAPI, follower: AliasFollower, text: TextService) -> None:
     @app.post("/tokenize")
-    def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
+        return await unless_disconnected(request, text.prepare(partial(tokenized, body)))
+
+    def tokenized(body: TokenizeRequest) -> dict[str, Any]:
         with follower.current() as served:
             if body.messages:
                 ids = chat_prompt(served, body.messages, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from training.config.data import DataConfig
 from training.config.evaluation import EvaluationConfig
@@ -65,7 +65,12 @@ class ServingConfig(Section):
     )
     max_prompt_chars: int = Field(100_000, ge=1, description="Maximum length of a prompt, in characters.")
     max_body_bytes: int = Field(1_000_000, ge=1000, description="Maximum size of a request body, in bytes.")
-    timeout_s: float = Field(120, gt=0, description="Seconds after which a request that is still running is ended.")
+    timeout_s: float = Field(
+        120,
+        gt=0,
+        description="Seconds that each text of a request may wait for a free place, take to begin, and be generated; "
+        "also of a request's body, and of a chat's template. A request of several texts may take longer.",
+    )
     keep_alive_s: float = Field(
         75, gt=0, description="Seconds that an idle connection stays open for a client's next request."
     )
@@ -81,6 +86,14 @@ class ServingConfig(Section):
         description="Path of a file with the accepted bearer tokens, one per line; empty means that requests need "
         "no token.",
     )
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _without_paths(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if "/" in origin.partition("://")[2]:
+                raise ValueError(f"{origin} has a path, which browsers never send: write it as https://example.org")
+        return origins
 
 
 class EvaluateConfig(Section):

@@ -126,6 +126,8 @@ def test_errors_have_the_form_of_the_protocol_and_say_the_cure(client: httpx.Cli
     ):
         assert reply.status_code == status, reply.text
         assert says in reply.json()["error"]["message"]
+    too_long = chat(client, {"role": "user", "content": "hello " * 9000})
+    assert too_long.json()["error"]["code"] == "context_length_exceeded"
     assert client.head("/health").status_code == 200
     assert client.head("/health").content == b""
     assert client.post("/generate", content=b"{}").json()["detail"].startswith("the request's Content-Type is missing")
@@ -258,6 +260,7 @@ def test_http_as_proxies_and_old_clients_speak_it(client: httpx.Client) -> None:
         ),
     ):
         assert reply.startswith(b"HTTP/1.1 200 "), reply
+    assert raw(client, b"GET http://[ HTTP/1.1\r\n" + head + b"\r\n").startswith(b"HTTP/1.1 400 ")
     waiting = raw(client, b"POST /v1/completions HTTP/1.1\r\nExpect: 100-continue\r\n" + head + length + b"\r\n", body)
     assert waiting.startswith(b"HTTP/1.1 100 ")
 

@@ -5,6 +5,9 @@ One that loops is in test_http_requests.py, because it takes seconds.
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 import pytest
 
 from tasks.serving.template_process import BoundedTemplate
@@ -42,3 +45,20 @@ def test_the_next_chat_is_rendered() -> None:
     template.close()
     with pytest.raises(ValueError, match="refuses these messages: unexpected 'end of template'"):
         BoundedTemplate("{% for", {}).render([])
+
+
+def test_a_process_that_does_not_start_or_answer_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = BoundedTemplate(TEMPLATE, {"eos_token": "</s>"})
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", "/bin/false")
+        with pytest.raises(RuntimeError, match="did not start"):
+            template.render([{"role": "user", "content": "x"}])
+    monkeypatch.setenv("SECRET", "x")
+    assert template.render([{"role": "user", "content": "x"}]) == "x</s>"
+    assert template._process
+    assert b"SECRET" not in Path(f"/proc/{template._process.pid}/environ").read_bytes()
+    template._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr("tasks.serving.template_process.WALL_S", 0.1)
+    with pytest.raises(ValueError, match=r"took more than 0\.1 s"):
+        template.render([{"role": "user", "content": "x"}])
+    template.close()
