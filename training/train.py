@@ -45,8 +45,7 @@ def main(plan_path: Path) -> None:
         stopper: Stopper | None = None
         while not (trained := _train(plan, rank, run_dir, watchdog, before=stopper)).is_over:
             stopper = trained.stopper
-            if not runs_deepspeed(plan):  # which keeps its groups for the life of the process
-                leave_groups()
+            leave_groups(destroy=not runs_deepspeed(plan))  # DeepSpeed keeps its groups for the life of the process
 
 
 @dataclass(frozen=True)

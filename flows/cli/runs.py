@@ -68,10 +68,10 @@ def _pretrain(options: argparse.Namespace) -> int:
 
 def _resume(options: argparse.Namespace) -> int:
     from flows.presets import with_overrides
-    from tasks.runs.folder import latest_config
+    from tasks.runs.folder import latest_config, read_plan
     from tasks.runs.resume import accepted
     from tasks.runs.without import read_steps, resume_without
-    from tasks.store.runs import fetch_run, is_on_store
+    from tasks.store.runs import RunOnStore, fetch_run, is_on_store, run_url
     from tasks.tracking.mlflow_run import read_run
     from tasks.workspace.locks import refuse_if_owned
 
@@ -81,8 +81,12 @@ def _resume(options: argparse.Namespace) -> int:
         return _resume_comparison(run, options)
     config = with_overrides(latest_config(run.folder, begun_with=run.begun_with), options.overrides)
     if options.without:
+        plan = read_plan(run.folder)
+        steps = read_steps(options.without, of=plan.steps if plan is not None else config.train.steps)
         accepted(run.folder, config, begun_with=run.begun_with, force=options.force)  # before any checkpoint is deleted
-        resume_without(run.folder, read_steps(options.without), force=options.force)
+        resume_without(run.folder, steps, force=options.force)
+        if config.store.url:
+            RunOnStore(run_url(config.store, run.run_id), run.folder).leave_out(steps)
     return _run_pretrain(config, run_id=run.run_id, force=options.force, as_json=options.json)
 
 

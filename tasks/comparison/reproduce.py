@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tasks.registry.models import find_version
 from tasks.registry.tags import TAG
 from tasks.tracking.client import connect, run_or_none
-from tasks.tracking.mlflow_run import EXACT, OVERRIDES, TrackedRun
+from tasks.tracking.mlflow_run import EXACT, LEFT_OUT, OVERRIDES, TrackedRun
 from tasks.workspace.paths import home, local_path, run_folder, tracking_uri
 from training.config.credentials import RECORD
 from training.config.run import RunConfig
@@ -66,6 +66,11 @@ def find_original(ref: str) -> Original:
         )
     _require_one_config(run.data.tags, ref)
     config, plan = (_artifact(run, name) for name in ("config.json", "plan.json"))
+    if (left_out := run.data.tags.get(LEFT_OUT)) and RunPlan.read(plan).config.train.on_spike != "rewind":
+        raise ValueError(
+            f"{ref} was trained without the batches of steps {left_out} (resume --without), which its config does not "
+            "say: a repetition would train on them, so there is nothing to compare it with"
+        )
     history = client.get_metric_history(mlflow_run_id, "loss")
     return Original(
         run_id=run.data.tags.get(f"{TAG}run_id", ref),

@@ -66,6 +66,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.max_hours", "exact", ""),
     ("train.on_nonfinite", "exact", "skipped steps stay skipped"),
     ("train.on_spike", "exact", "what was skipped or left out stays so"),
+    ("train.spike_window_steps", "exact", "no step is judged until the longer window is full"),
     ("train.spike_*", "exact", "what was skipped or left out stays so"),
     ("train.log_every_steps", "exact", ""),
     # the definition of a step

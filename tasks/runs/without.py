@@ -9,20 +9,20 @@ from pathlib import Path
 
 from training.records.checkpoint import CHECKPOINT_MANIFEST, KEEP, CheckpointManifest, finished_checkpoints
 from training.records.left_out import leave_out, read_left_out
-from training.records.memory_checkpoint import MEMORY_RECORD
+from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord
 
 logger = logging.getLogger(__name__)
 
 
-def read_steps(text: str) -> set[int]:
-    """Return the steps that `37,40-42` names. Raises ValueError for other texts."""
+def read_steps(text: str, *, of: int) -> set[int]:
+    """Return the steps that `37,40-42` names. Raises ValueError for other texts, and for steps after the last, `of`."""
     steps: set[int] = set()
     for part in text.split(","):
         if not (match := re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)):
             raise ValueError(f"--without {text}: give steps, for example 37 or 37,40-42")
         first, last = int(match[1]), int(match[2] or match[1])
-        if not 1 <= first <= last:
-            raise ValueError(f"--without {text}: steps count from 1, and {part.strip()} names none")
+        if not 1 <= first <= last <= of:
+            raise ValueError(f"--without {text}: {part.strip()} names none of the run's steps, 1 to {of:,}")
         steps |= {*range(first, last + 1)}
     return steps
 
@@ -30,34 +30,35 @@ def read_steps(text: str) -> set[int]:
 def resume_without(run_dir: Path, steps: set[int], *, force: bool) -> None:
     """Write the steps to left_out.json, and delete the checkpoints that were trained on them; nobody trains meanwhile.
 
-    Raises ValueError if one of these is kept, and, without `force`, if none from before is left.
+    These are the ones on disk and in the memory of hosts; those on a store RunOnStore.leave_out deletes. A step cannot
+    be put back. Raises ValueError if one on disk is kept, and, without `force`, if none from before is left.
     """
-    trained_on = []
-    for folder in finished_checkpoints(run_dir):
-        known = set(CheckpointManifest.read(folder / CHECKPOINT_MANIFEST).spikes.left_out)
-        if min(steps - known, default=int(folder.name) + 1) <= int(folder.name):
-            trained_on.append(folder)
+    whole = finished_checkpoints(run_dir)
+    trained_on = [each for each in whole if CheckpointManifest.read(each / CHECKPOINT_MANIFEST).was_trained_on(steps)]
     if kept := [folder for folder in trained_on if (folder / KEEP).exists()]:
         raise ValueError(
             f"checkpoint {kept[0]} was trained on these batches and is kept ({(kept[0] / KEEP).read_text().strip()}): "
             "delete its file `keep` to let it be replaced, or start a new run"
         )
-    left = [folder for folder in finished_checkpoints(run_dir) if folder not in trained_on]
-    if trained_on and not left and not force:
+    left, new = [folder for folder in whole if folder not in trained_on], steps - read_left_out(run_dir).steps.keys()
+    memory = run_dir / MEMORY_RECORD
+    in_memory = bool(new) and memory.exists() and MemoryRecord.read(memory).step >= min(new)
+    if (trained_on or in_memory) and not left and not force:
         raise ValueError(
-            f"no checkpoint from before step {min(steps)} is left (the oldest is {trained_on[0].name}), so the run "
-            "would begin again at step 0: add --force for that; checkpoint.keep_every_steps keeps more of them"
+            f"no checkpoint from before step {min(steps)} is left, so the run would begin again at step 0: add --force "
+            "for that; checkpoint.keep_every_steps keeps more of them"
         )
-    new = steps - read_left_out(run_dir).steps.keys()
     leave_out(run_dir, dict.fromkeys(new, "asked for by resume --without"))
+    if in_memory:
+        memory.unlink()
+        logger.warning("%s: the copy in the hosts' memory was trained on these batches: it is not used", run_dir.name)
     if not trained_on:
         return
     for folder in trained_on:
         hidden = folder.with_name(f".{folder.name}.deleted")
         folder.rename(hidden)
         shutil.rmtree(hidden)
-    for name in (MEMORY_RECORD, "result.json"):
-        (run_dir / name).unlink(missing_ok=True)
+    (run_dir / "result.json").unlink(missing_ok=True)
     logger.warning(
         "%s: deleted the checkpoints of steps %s, trained on batches that are now left out; the run goes on from %s",
         run_dir.name,

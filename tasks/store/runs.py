@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from tasks.store.transfer import delete, download_all, read_bytes, sizes, upload_all
@@ -99,6 +100,13 @@ class RunOnStore:
         for step in there:
             if step < oldest and step not in kept | held:
                 self._delete(step)
+
+    def leave_out(self, steps: Iterable[int]) -> None:
+        """Delete the checkpoints that were trained on the batches of these steps, and copy the run's records."""
+        for step in self.steps():
+            if self._manifest(step).was_trained_on(steps):
+                self._delete(step)
+        self.send_records()
 
     def _delete(self, step: int) -> None:
         url = f"{self.url}/checkpoints/{step:08d}"

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN_ID = "shardline.run_id"
+LEFT_OUT = "shardline.left_out_steps"
 EXACT = "shardline.exact"  # "false" once a resume was forced
 OVERRIDES = "shardline.resume_overrides"
 PARENT = "mlflow.parentRunId"
@@ -281,7 +282,7 @@ def log_resumptions(run: TrackedRun, config: RunConfig, resumptions: Resumptions
 
 def log_spikes(run: TrackedRun, result: TrainResult) -> None:
     """Log in tags which steps were spikes, and which were left out; left_out.json has the reasons."""
-    for key, steps in (("shardline.spikes", result.spikes), ("shardline.left_out_steps", result.left_out)):
+    for key, steps in (("shardline.spikes", result.spikes), (LEFT_OUT, result.left_out)):
         if steps:
             connect().set_tag(run.mlflow_run_id, key, ", ".join(map(str, steps))[:LONGEST_TAG])
 

@@ -95,11 +95,12 @@ def _has_moments_of(manifest: CheckpointManifest, plan: RankPlan, folder: Path) 
     asked = plan.config.train.optimizer
     if manifest.optimizer != asked and dist.get_rank() == 0:
         logger.warning(
-            "checkpoint %s has the moments of train.optimizer=%s, which %s does not take: it begins with moments of "
-            "zero, at its first step",
+            "checkpoint %s has the moments of train.optimizer=%s, which %s does not take: training begins with "
+            "moments of zero, and with the optimizer's first step (train.optimizer=%s keeps them)",
             folder,
             manifest.optimizer,
             asked,
+            manifest.optimizer,
         )
     return manifest.optimizer == asked
 

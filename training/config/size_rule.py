@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from training.config.data import ASSUMED_VOCAB
 from training.config.train import TrainConfig
 
@@ -19,6 +21,12 @@ TOKENS_PER_PARAMETER = 20
 ASPECTS = (48, 96)  # the least and the most features of the width for each layer; 64 is the rule
 SIZE = r"[1-9]\d*(\.\d+)?[KMB]|0\.\d*[1-9]\d*[MB]"  # 124M, 1.1B, 0.6B
 UNIT = {"K": 1e3, "M": 1e6, "B": 1e9}
+
+CHOSEN = {
+    "model": ("layers", "width", "heads", "kv_heads", "mlp_width"),
+    "train": ("steps", "global_batch", "learning_rate", "min_learning_rate", "warmup_steps", "decay_steps"),
+}
+MOST_OFF = 0.25  # of the size, by which a shape may differ from it
 
 Choices = dict[str, dict[str, Any]]  # section -> field -> value
 
@@ -30,9 +38,8 @@ def choices(config: Mapping[str, Any]) -> Choices:
     a size that no shape has.
     """
     model, train, data = (config.get(name) or {} for name in ("model", "train", "data"))
-    asked, tokenizer = parameters(model["size"]), data.get("tokenizer") or {}
-    words = tokenizer.get("vocab_size") or ASSUMED_VOCAB.get(tokenizer.get("kind", "bpe"), 0)
-    layers, width = _layers_and_width(asked, words=words * (1 if model.get("tie_embeddings", True) else 2))
+    asked = parameters(model["size"])
+    layers, width = _layers_and_width(asked, words=_rows_of_embeddings(model, data))
     tokens = TOKENS_PER_PARAMETER * asked
     flops = 6 * asked * tokens
     sequence = train.get("context", TrainConfig().context)
@@ -66,18 +73,27 @@ def parameters(size: str) -> float:
 def filled(config: Any) -> Any:
     """Return the content of a RunConfig with the choices of its `model.size` where a field is not given.
 
-    Without a size, or with one that the config will refuse, it is returned as it is.
+    Without a size, or with one that the config will refuse, it is returned as it is. Raises ValueError for a size that
+    no shape has, and for layers and a width that make another model.
     """
     model = config.get("model") if isinstance(config, Mapping) else None
+    if isinstance(model, BaseModel):
+        model = model.model_dump()
     if not isinstance(model, Mapping) or not re.fullmatch(SIZE, str(model.get("size", ""))):
         return config
+    config = {
+        name: part.model_dump(exclude_unset=True) if isinstance(part, BaseModel) else part
+        for name, part in config.items()
+    }
     chosen = choices(config)
-    return {**config, **{name: chosen[name] | (config.get(name) or {}) for name in chosen}}
+    whole = {**config, **{name: chosen[name] | (config.get(name) or {}) for name in chosen}}
+    _check_given(whole["model"], config.get("data") or {})
+    return whole
 
 
 def cleared(config: dict[str, Any]) -> None:
     """Takes out of the content of a RunConfig, in place, what `model.size` chooses: a size is asked for anew."""
-    for section, fields in choices({"model": {"size": "1M"}}).items():
+    for section, fields in CHOSEN.items():
         for field in fields:
             config.get(section, {}).pop(field, None)
 
@@ -104,6 +120,25 @@ def describe(config: Any) -> list[str]:
     ]
 
 
+def _check_given(model: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Raise ValueError if the layers and the width, which somebody gave, make a model of another size."""
+    layers, width, asked = model["layers"], model["width"], parameters(model["size"])
+    if not (isinstance(layers, int) and isinstance(width, int)):
+        return  # the config refuses them
+    found = 12 * layers * width**2 + _rows_of_embeddings(model, data) * width
+    if abs(found / asked - 1) > MOST_OFF:
+        raise ValueError(
+            f"model.size = {model['size']}, and model.layers = {layers}, model.width = {width} make about {found:,} "
+            "parameters: leave out the size, or layers and width (those of a preset go if the size is an override)"
+        )
+
+
+def _rows_of_embeddings(model: Mapping[str, Any], data: Mapping[str, Any]) -> int:
+    tokenizer = data.get("tokenizer") or {}
+    words = tokenizer.get("vocab_size") or ASSUMED_VOCAB.get(tokenizer.get("kind", "bpe"), 0)
+    return int(words) * (1 if model.get("tie_embeddings", True) else 2)
+
+
 def _layers_and_width(asked: float, *, words: int) -> tuple[int, int]:
     """Return the shape for `asked` parameters: 12 x width^2 for each layer, and `words` rows of embeddings.
 
@@ -117,7 +152,7 @@ def _layers_and_width(asked: float, *, words: int) -> tuple[int, int]:
         found = 12 * layers * width**2 + words * width
         shapes.append((max(0.0, abs(math.log(found / asked)) - 0.05), abs(width / layers - 64), layers, width, found))
     off, _, layers, width, found = min(shapes)
-    if off > 0.2:
+    if off + 0.05 > MOST_OFF:
         raise ValueError(
             f"model.size: no model of {asked:,.0f} parameters, the nearest has {found:,} with {words:,} rows of "
             "embeddings: change model.size, or data.tokenizer.vocab_size"

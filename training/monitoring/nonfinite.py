@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 SKIPPED_IN_A_ROW = 20  # fp16's loss scale falls from 2**16 to 1 in 16 skipped steps; more mean a diverged model
 RANKS_NAMED, DOCUMENTS_NAMED = 4, 8
 CURE = "lower train.learning_rate, raise train.warmup_steps, set parallel.precision=fp32 or look at the documents"
-
 SPIKE_CURE = ", or raise train.spike_deviations, or set train.on_spike=continue"
 
 

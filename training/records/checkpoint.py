@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +59,10 @@ class CheckpointManifest(Record):
     micro_batches: tuple[int, ...] = ()
     spikes: SpikeState = SpikeState()
     files: dict[str, WrittenFile]
+
+    def was_trained_on(self, steps: Iterable[int]) -> bool:
+        """Return whether its weights have seen the batch of one of these steps."""
+        return any(step <= self.step for step in {*steps}.difference(self.spikes.left_out))
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:

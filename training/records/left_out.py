@@ -16,7 +16,8 @@ class LeftOutSteps(Record):
     """runs/ID/left_out.json. A left-out step keeps its number and learning rate; its batch is never trained on.
 
     `steps`: the reason of each, counted from 1. Training adds those that `train.on_spike=rewind` finds,
-    `shardline resume RUN --without` those that people name.
+    `shardline resume RUN --without` those that people name. A step cannot be put back, later checkpoints are
+    without it.
     """
 
     steps: dict[int, str] = Field(default_factory=dict)

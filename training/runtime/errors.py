@@ -12,4 +12,7 @@ class Spike(RuntimeError):
 
 
 class NonFiniteLoss(RuntimeError):
-    """The loss or the gradient is NaN or infinite; the message has step, ranks, documents and the cure."""
+    """The loss or the gradient is NaN or infinite, or too many steps in a row made no update.
+
+    The message has step, ranks, documents and the cure.
+    """

@@ -63,10 +63,12 @@ def process_group(plan: RankPlan) -> Iterator[Rank]:
     dist.destroy_process_group()
 
 
-def leave_groups() -> None:
-    """Destroy all process groups but the world, for what is made anew. Collective."""
-    gc.collect()  # what held them, and a model's memory
+def leave_groups(*, destroy: bool = True) -> None:
+    """Free the memory of what is made anew, and destroy all process groups but the world. Collective."""
+    gc.collect()  # what held the groups, and a model's memory
     dist.barrier()  # their last messages have arrived
+    if not destroy:
+        return
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

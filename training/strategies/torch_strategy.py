@@ -157,9 +157,11 @@ class TorchStrategy:
             torch._foreach_div_(self.gradients(self.parameters), scale)
         norm = self.global_norm()
         loss_sum, spike = self.counted_once(loss_sum), ""
+        added = {name: self.counted_once(part) for name, part in self.model.take_added(loss_sum.device).items()}
         overflow = self.may_skip and not bool(torch.isfinite(norm))
         if self.spikes is not None and not overflow:
-            spike = self.spikes.judge_together(loss_sum, norm, num_targets=num_targets)
+            cross_entropy = loss_sum - sum(added.values())
+            spike = self.spikes.judge_together(cross_entropy, norm, num_targets=num_targets)
         if not (overflow or spike):
             if self.clip_norm:
                 nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
@@ -172,7 +174,7 @@ class TorchStrategy:
         self.scale.update(overflow=overflow)
         return StepStats(
             loss_sum=loss_sum,
-            added={name: self.counted_once(part) for name, part in self.model.take_added(loss_sum.device).items()},
+            added=added,
             num_targets=num_targets,
             grad_norm=norm,
             loss_scale=scale,

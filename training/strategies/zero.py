@@ -147,7 +147,9 @@ class Zero:
         self.spikes: Spikes | None = None
         self.spike, self.spike_norm = "", torch.tensor(0.0)
         self.losses, self.num_targets = list[Tensor](), 0  # of the current step
-        self._judge_before_update()
+        self.added: dict[str, Tensor] = {}  # of the step that was judged before its update
+        if train.on_spike == "skip":
+            self._judge_before_update()
         self.optimizer.check_grad_overflow = self.may_skip  # its step then skips gradients that are not finite
         self._create_moments()
         self.fragment_lengths = self._fragment_lengths() if self.stage < 3 else {}
@@ -157,7 +159,7 @@ class Zero:
         scale = self.scale.value
         if self.scale.dynamic:
             self.optimizer.override_loss_scale(scale)
-        self.losses, self.num_targets, self.spike = [], share.num_targets, ""
+        self.losses, self.num_targets, self.spike, self.added = [], share.num_targets, "", {}
         for batch in share.batches:
             with phase("forward"):
                 loss = self.engine(self.model.forward, batch.inputs, batch.targets, batch.positions, batch.documents)
@@ -173,7 +175,7 @@ class Zero:
         loss_sum = torch.stack(self.losses).sum()
         return StepStats(
             loss_sum=loss_sum,
-            added=self.model.take_added(loss_sum.device),
+            added=self.added or self.model.take_added(loss_sum.device),
             num_targets=share.num_targets,
             grad_norm=torch.as_tensor(float("inf") if overflow or norm is None else norm),
             loss_scale=scale,
@@ -195,7 +197,9 @@ class Zero:
                 return norms
             self.spike_norm = each.norm() / self.scale.value
             loss_sum = torch.stack(self.losses).sum()
-            self.spike = self.spikes.judge_together(loss_sum, self.spike_norm, num_targets=self.num_targets)
+            self.added = self.model.take_added(loss_sum.device)
+            cross_entropy = loss_sum - sum(self.added.values())
+            self.spike = self.spikes.judge_together(cross_entropy, self.spike_norm, num_targets=self.num_targets)
             if not self.spike:
                 return norms
             infinite = torch.full_like(each, float("inf"))

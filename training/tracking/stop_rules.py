@@ -34,15 +34,16 @@ class StopRules:
     """Hours and validations of one attempt, continued from the `rows` of earlier attempts.
 
     Only the rank that writes the rows decides about hours (`decides`): with another rank's clock the last row might be
-    too early, and a resume would find time left.
+    too early, and a resume would find time left. `began`: where training goes on in the same process, the monotonic
+    time at which it began; what a rewind repeats counts.
     """
 
-    def __init__(self, plan: RunPlan, rows: Rows, *, decides: bool = True) -> None:
+    def __init__(self, plan: RunPlan, rows: Rows, *, decides: bool = True, began: float | None = None) -> None:
         rows, evaluation = list(rows), plan.config.evaluation
         self.max_s = plan.config.train.max_hours * 3600 if decides else 0.0
         self.patience, self.every_steps = evaluation.early_stop_validations, evaluation.every_steps
         self.losses = validations(rows, every_steps=self.every_steps)
-        self.began = time.monotonic() - elapsed_s(rows)
+        self.began = time.monotonic() - elapsed_s(rows) if began is None else began
         self.hours_are_over = self.seconds_left <= 0
 
     @property

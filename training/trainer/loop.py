@@ -64,9 +64,10 @@ def fit(
             no_longer_improves = stopper.after_validation(step, val_loss)
             stopped_by = stopped_by or no_longer_improves
         if stopped_by or _every(step, config.checkpoint.every_steps):
-            stages = None if stopped_by else reporter.moved_stages(step)
             with meter.paused():
                 meter.read_steps()  # a checkpoint of a diverged model would replace a good one
+            stages = None if stopped_by else reporter.moved_stages(step)
+            with meter.paused():
                 stalled_s = saver.save(step, tokens=meter.rates.tokens, val_loss=val_loss, stages=stages)
             reporter.write(step, checkpoint_stall_ms=1000 * stalled_s)
             if stages is not None:

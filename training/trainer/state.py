@@ -133,9 +133,36 @@ def _list_checkpoints(run_dir: Path, rank: Rank, *, group: dist.ProcessGroup) ->
     folders: list[list[Path]] = [[]]
     if rank.rank == 0:
         remove_leftovers(run_dir)
-        folders = [finished_checkpoints(run_dir)]
+        folders = [_without_left_out_batches(run_dir)]
     dist.broadcast_object_list(folders, src=0, group=group)
     return folders[0]
+
+
+def _without_left_out_batches(run_dir: Path) -> list[Path]:
+    """Return the checkpoints but those trained on a batch that is left out since, such as one from the store.
+
+    Raises RuntimeError if there are only such ones.
+    """
+    left_out, found = read_left_out(run_dir).steps, finished_checkpoints(run_dir)
+    if not left_out:
+        return found
+    kept = []
+    for folder in found:
+        try:
+            manifest = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
+        except (OSError, ValueError):
+            kept.append(folder)  # it is not whole, which is said where it is tried
+            continue
+        if manifest.was_trained_on(left_out):
+            logger.warning("checkpoint %s was trained on a batch that is left out: it is not used", folder)
+        else:
+            kept.append(folder)
+    if found and not kept:
+        raise RuntimeError(
+            f"each of the {len(found)} checkpoints in {found[0].parent} was trained on a batch that is left out: "
+            "delete the folder to begin at step 0"
+        )
+    return kept
 
 
 def _newest_in_memory(memory: HostMemory, on_disk: Sequence[Path]) -> MemoryRecord | None:

@@ -109,7 +109,7 @@ def test_a_planted_spike_is_found_and_passed(
     calm = blame(run_dir, step=SPIKE - 1, top=5, inference=InferenceConfig())
     assert calm.documents[0].loss < worst.loss - 1
 
-    resume_without(run_dir, read_steps(str(SPIKE)), force=False)
+    resume_without(run_dir, read_steps(str(SPIKE), of=SPIKE), force=False)
     assert sorted(path.name for path in (run_dir / "checkpoints").glob("[0-9]*"))[-1] == "00000025"
     run_ranks(runs["continue"])
     assert result(runs["continue"]).left_out == (SPIKE,)
@@ -119,10 +119,10 @@ def test_a_planted_spike_is_found_and_passed(
 
 
 def test_steps_are_named_and_checkpoints_that_are_kept_are_not_deleted(tmp_path: Path) -> None:
-    assert read_steps("37,40-42") == {37, 40, 41, 42}
+    assert read_steps("37,40-42", of=42) == {37, 40, 41, 42}
     for wrong in ("", "x", "0", "5-3", "1,,2"):
         with pytest.raises(ValueError, match="--without"):
-            read_steps(wrong)
+            read_steps(wrong, of=100)
 
 
 @pytest.mark.slow

@@ -6,6 +6,9 @@ import pytest
 
 from flows.presets import command_for_all_steps, load_config, with_overrides
 from tests.support.configs import inventory
+from training.config.model import ModelConfig
+from training.config.run import RunConfig
+from training.config.train import TrainConfig
 from training.planner.plan import make_plan
 
 
@@ -60,3 +63,18 @@ def test_another_size_chooses_anew_and_a_record_reads_back_as_it_was() -> None:
 def test_a_size_that_cannot_be_had_is_refused(preset: str, size: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(preset, [f"model.size={size}"])
+
+
+def test_layers_and_width_of_another_size_are_refused() -> None:
+    whole = load_config("pretrain").model_dump()  # as a form writes it, with every default
+
+    with pytest.raises(ValueError, match=r"model.layers = 4, model.width = 256 make about 4,194,304 "):
+        RunConfig.model_validate(whole | {"model": whole["model"] | {"size": "124M"}})
+
+
+def test_a_size_in_a_section_that_is_made_already_counts() -> None:
+    config = RunConfig(model=ModelConfig(size="30M"), train=TrainConfig(context=1024))
+
+    assert config == load_config("pretrain", ["model.size=30M", "train.context=1024", "name=run"]).model_copy(
+        update={"preset": ""}
+    )
