@@ -30,7 +30,7 @@ class Stopper:
         before: Stopper | None = None,
     ) -> None:
         began = before.rules.began if before is not None else None
-        self.rules = StopRules(plan, rows, decides=rank.is_metrics_rank, began=began)
+        self.rules: StopRules = StopRules(plan, rows, decides=rank.is_metrics_rank, began=began)
         known: list[Any] = [self.rules.losses, self.rules.seconds_left <= 0]
         dist.broadcast_object_list(known, src=0)
         self.rules.losses, self.rules.hours_are_over = known
