@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for hosts in ("rig", "slurm"):  # each is there once: one of pytest-xdist's workers has all its tests
             if item.get_closest_marker(hosts):
                 item.add_marker(pytest.mark.xdist_group(hosts))
+
+
+def pytest_collection_finish() -> None:
+    """Starts the server that forks test ranks before a test starts tokenization's workers.
+
+    A process has one such server, which would then import what these need, and every rank would import torch itself.
+    """
+    if "tests.support.ranks" in sys.modules:
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
