@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tasks.data import engine
 from tests.support.made_once import made_once
 from tests.support.measured_hardware import measure
 from tests.support.tiny_run import exported_tiny_run
@@ -49,11 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Starts the server that forks test ranks before a test starts tokenization's workers.
+    """Have the process that forks tokenization's workers import what ranks of tests need, too.
 
-    A process has one such server, which would then import what these need, and every rank would import torch itself.
+    It is one process for both. Whoever starts it decides what it imports, and each rank would import torch itself.
     """
     if "tests.support.ranks" in sys.modules:
+        engine.PRELOADED.append("tests.support.rank_imports")
         forkserver.ensure_running()
 
 
