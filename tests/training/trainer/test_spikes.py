@@ -128,7 +128,13 @@ def test_skip_makes_no_update_of_the_spike(spiked: Callable[..., Path]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_spike", ["skip", "rewind"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "cp", "pp", "unlike"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("ddp", "fsdp", "zero2", "zero3", "pp"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero1", "tp", "cp", "unlike")),
+    ],
+)
 def test_ranks_decide_as_one_process_does(layout: str, on_spike: str, spiked: Callable[..., Path]) -> None:
     exact = {"model__dropout": 0.0, "model__layers": 4, "train__on_spike": on_spike}
     alone = spiked(f"alone-{on_spike}", parallel__strategy="single", **exact)
