@@ -107,6 +107,7 @@ def test_mfu_on_a_gpu_is_of_that_cards_own_datasheet(device: str, peak: float | 
     assert bf16_peak_tflops(device) == peak
 
 
+@pytest.mark.slow
 def test_a_benchmark_for_gpus_says_that_there_is_none() -> None:
     done = run("gpu", "--quick", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (2, "")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPO = Path(__file__).parents[2]
 
 SERVE = """
@@ -20,6 +22,7 @@ sys.exit(flows.cli.command.main(["serve", "tiny@champion", "--port", "0"]))
 """
 
 
+@pytest.mark.slow
 def test_it_serves_without_torch_prefect_and_the_rest_of_the_head_node(tmp_path: Path) -> None:
     missing = {"torch", "prefect", "transformers", "datasets", "docker", "pandas", "matplotlib", "rich", "flask"}
     environment = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}

@@ -130,6 +130,7 @@ def test_a_head_without_torch_counts_nothing_until_a_host_has(tmp_path: Path, mo
     assert plan.shape.sizes.counted.startswith("counted on node n7 with transformers ")
 
 
+@pytest.mark.slow
 def test_another_release_of_transformers_counts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its classes may have other parameters."""
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "home"))

@@ -103,7 +103,7 @@ def assert_has_the_buffers_of(source: Path, saved: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("gemma4", "single"),
+        pytest.param("gemma4", "single", marks=pytest.mark.slow),
         ("deepseek-v3", "single"),
         ("deepseek-v3", "ddp"),
         ("gemma4", "fsdp"),

@@ -25,8 +25,7 @@ from training.strategies.optim import build_adamw
 
 MUON: dict[str, Any] = {"train__optimizer": "muon"}
 REFUSED = {"zero2", "zero3", "zero2 offload", "zero3 offload", "zero2 4", "zero3 4"}
-QUICK = {"fsdp"}
-LONG = set(LAYOUTS) - QUICK - {"ddp", "tp", "pp", "hsdp 4", "fsdp x tp", "zero1", "unlike", "local-sgd"}
+LONG = set(LAYOUTS) - {"ddp", "fsdp", "tp", "pp", "hsdp 4", "fsdp x tp", "zero1", "unlike", "local-sgd"}
 SINGLE: Layout = (1, {"parallel__strategy": "single"})
 # A sum of gradients in another order moves some numbers to the next bf16, 0.4% away, before the products. Measured over
 # all layouts: losses by 8e-6, and each weight by 0.5% of its norm at most.
@@ -125,7 +124,7 @@ def alone(make_run: Callable[..., Path]) -> Path:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(name, marks=[*[pytest.mark.slow] * (name not in QUICK), *[pytest.mark.long] * (name in LONG)])
+        pytest.param(name, marks=[pytest.mark.slow, *[pytest.mark.long] * (name in LONG)])
         for name in LAYOUTS
         if name not in REFUSED
     ],
