@@ -38,7 +38,7 @@ UNITS = ("seconds a step", "tokens/s a GPU", "tokens/s", "sequences/s", "TFLOP/s
 
 @dataclass(frozen=True)
 class Traits:
-    """What a program says of its kernels and its communication; the defaults are what a plan takes of ours on GPUs."""
+    """A program says this of its kernels and its communication; the defaults are what a plan takes of ours on GPUs."""
 
     bf16_residual: bool = False
     is_compiled: bool = True  # or has kernels of its own for what lies between products

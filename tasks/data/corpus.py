@@ -80,7 +80,7 @@ NO_STORE = StoreConfig()
 
 @dataclass(frozen=True)
 class _Shared:
-    """What all corpora of one call share: the tokenizer that is given, if any, its rule, and where shards are kept."""
+    """All corpora of one call share these: the tokenizer that is given, if any, its rule, and where shards are kept."""
 
     tokens_home: Path
     store: StoreConfig

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import tempfile
 import time
-from pathlib import Path
 
 from tasks.evaluation.evaluate import Subject
 from tasks.registry.tags import TAG, note_evaluation
@@ -106,16 +104,13 @@ def log_to_mlflow(report: EvalReport, subject: Subject, *, text: str) -> str:
         for key, value in metrics_of(report).items()
     ]
     client.log_batch(run_id, metrics=metrics)
-    with tempfile.TemporaryDirectory() as folder:
-        report.write(Path(folder) / "eval.json")
-        client.log_artifact(run_id, str(Path(folder) / "eval.json"))
+    client.log_text(run_id, report.model_dump_json(indent=2), "eval.json")
     client.set_terminated(run_id, "FINISHED")
-    fingerprint = report.shards_fingerprint
     note_evaluation(
         client,
         version.name,
         version.version,
-        dataset=fingerprint,
+        dataset=report.shards_fingerprint,
         loss=report.loss,
         tokens=report.tokens,
         by_source=report.loss_by_source,

@@ -13,6 +13,7 @@ import logging
 import secrets
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -53,8 +54,8 @@ class MemorySaver:
         spikes: Spikes,
         loaded: MemoryRecord | None,
     ) -> None:
-        self.memory, self.plan, self.strategy, self.micro_batches = memory, plan, strategy, micro_batches
-        self.spikes, self.rank = spikes, memory.rank
+        self.memory, self.plan, self.strategy, self.rank = memory, plan, strategy, memory.rank
+        self.manifest = partial(unfilled_manifest, plan, micro_batches=micro_batches, spikes=spikes)
         self.staging = Staging(plan, memory.rank)
         self.newest = loaded
         self.attempt = memory.gather(secrets.token_hex(4))[0]
@@ -84,14 +85,7 @@ class MemorySaver:
         """Begin a copy. `finish` comes before the next one."""
         began = time.perf_counter()
         assert self.thread is None
-        manifest = unfilled_manifest(
-            self.plan,
-            step=step,
-            tokens=tokens,
-            val_loss=val_loss,
-            micro_batches=self.micro_batches,
-            spikes=self.spikes,
-        )
+        manifest = self.manifest(step=step, tokens=tokens, val_loss=val_loss)
         files = self.staging.files(self.strategy)
         self.thread = threading.Thread(target=self._run, args=(manifest, files), name=f"memory-{step}", daemon=True)
         self.thread.start()

@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -55,8 +56,8 @@ class Saver:
         spikes: Spikes | None = None,
     ) -> None:
         self.run_dir, self.plan, self.strategy, self.rank = run_dir, plan, strategy, rank
-        self.micro_batches = micro_batches or MicroBatches.of(plan)
-        self.spikes = spikes or Spikes(plan.config.train)
+        micro_batches, spikes = micro_batches or MicroBatches.of(plan), spikes or Spikes(plan.config.train)
+        self.manifest = partial(unfilled_manifest, plan, micro_batches=micro_batches, spikes=spikes)
         self.hf_config: Any = model.hf.config
         self.staging = Staging(plan, rank)
         _check_whole(strategy, model, rank)
@@ -88,14 +89,7 @@ class Saver:
         began = time.perf_counter()
         if self.writer is not None:
             self._wait_for(self.writer, step)
-        manifest = unfilled_manifest(
-            self.plan,
-            step=step,
-            tokens=tokens,
-            val_loss=val_loss,
-            micro_batches=self.micro_batches,
-            spikes=self.spikes,
-        )
+        manifest = self.manifest(step=step, tokens=tokens, val_loss=val_loss)
         if stages is not None:
             manifest = manifest.model_copy(update={"stages": stages})
         folder = checkpoint_folder(self.run_dir, step)

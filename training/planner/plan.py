@@ -67,14 +67,8 @@ def make_plan(
     shape = model_shape(config, vocab_size=words, end_id=end_id, hf_config=hf_config, hf_shape=hf_shape)
     _check_shards(config, shards)
     _check_packing(config, shape)
-    if config.train.optimizer == "muon" and shape.sizes.why_not_muon:
-        raise ValueError(shape.sizes.why_not_muon)
+    _check_training(config, shape, hf_config or {})
     why_positions = check_positions(config, hf_config or {}, end_id=end_id)
-    if config.train.compile is True and (hf_config or {}).get("output_router_logits"):
-        raise ValueError(
-            "config.json of model.path has output_router_logits=true, and the balance loss cannot be collected from "
-            "compiled layers: set train.compile=false, or output_router_logits to false"
-        )
     (chosen, split, why_precision), why_compile = _choose_compile(
         config, shape, inventory, measurements, epoch, steps_in_time=steps_in_time
     )
@@ -84,13 +78,9 @@ def make_plan(
     compiled = chosen.config.train.compile is True
     text, why_text = _text(config, epoch, steps=run.steps, sequences=run.sequences)
     assumed = _assumptions(config, shards, inventory, steps=run.steps, compiled=compiled)
+    why_fp8 = _why_fp8(shape) if "fp8" in split.precisions else []
     why_steps, why_losses = f"{counted(run.steps, 'step')}: {run.why}", _other_losses(hf_config or {})
-    if "fp8" in split.precisions and (share := shape.sizes.fp8_share) < 1:
-        assumed.append(
-            f"fp8: computes {share:.0%} of the numbers that a token is multiplied with in the layers; experts, routers "
-            f"and sizes that are no multiples of {FP8_MULTIPLE} stay in bf16"
-        )
-    reasons = [why_steps, *describe_size(config), *assumed, *why_positions, *why_losses, *why_text]
+    reasons = [why_steps, *describe_size(config), *assumed, *why_fp8, *why_positions, *why_losses, *why_text]
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, num_steps=run.steps)
     _check_disk(config, predicted.checkpoint_gib, run.steps, hosts[0])
@@ -129,6 +119,27 @@ def make_plan(
         predicted=predicted,
         reasons=(*reasons, *chosen.reasons, *why_precision, *split.reasons, *why_compile),
     )
+
+
+def _check_training(config: RunConfig, shape: ModelShape, hf_config: Mapping[str, Any]) -> None:
+    """Raise ValueError for what this model cannot be trained with."""
+    if config.train.optimizer == "muon" and shape.sizes.why_not_muon:
+        raise ValueError(shape.sizes.why_not_muon)
+    if config.train.compile is True and hf_config.get("output_router_logits"):
+        raise ValueError(
+            "config.json of model.path has output_router_logits=true, and the balance loss cannot be collected from "
+            "compiled layers: set train.compile=false, or output_router_logits to false"
+        )
+
+
+def _why_fp8(shape: ModelShape) -> list[str]:
+    """Return a sentence on what fp8 leaves in bf16, if it leaves anything."""
+    if (share := shape.sizes.fp8_share) == 1:
+        return []
+    return [
+        f"fp8: computes {share:.0%} of the numbers that a token is multiplied with in the layers; experts, routers "
+        f"and sizes that are no multiples of {FP8_MULTIPLE} stay in bf16"
+    ]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class LeftOutSteps(Record):
 
 
 class SpikeState(Record):
-    """What a checkpoint holds of spikes.
+    """A checkpoint holds this of spikes.
 
     `losses`, `grad_norms`: of the newest updates that are no spikes, oldest first. `found`: steps that were
     spikes, of which training went on or only the update was skipped. `left_out`: as in left_out.json.

@@ -52,8 +52,7 @@ def fit(
                 stalled_s = memory_saver.finish()
             reporter.write(step - 1, memory_checkpoint_stall_ms=1000 * stalled_s)
         if stopped_by or step == state.start + 1 or _every(step, config.train.log_every_steps):
-            row = meter.row()
-            row |= state.loader.text_figures(step)
+            row = meter.row() | state.loader.text_figures(step)
             reporter.write(step, learning_rate=rate, elapsed_s=stopper.elapsed_s, **row)
         if _validates(step, config.evaluation.every_steps, stopped_by):
             with meter.paused(), evaluation_mode(state.model):
@@ -66,8 +65,7 @@ def fit(
         if stopped_by or _every(step, config.checkpoint.every_steps):
             with meter.paused():
                 meter.read_steps()  # a checkpoint of a diverged model would replace a good one
-            stages = None if stopped_by else reporter.moved_stages(step)
-            with meter.paused():
+                stages = None if stopped_by else reporter.moved_stages(step)
                 stalled_s = saver.save(step, tokens=meter.rates.tokens, val_loss=val_loss, stages=stages)
             reporter.write(step, checkpoint_stall_ms=1000 * stalled_s)
             if stages is not None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support.layouts import LAYOUTS, Layout
 from tests.support.ranks import Ranks, losses, run_ranks
-from tests.training.strategies.test_strategies import COMMON, SMALL, final
+from tests.training.strategies.test_strategies import COMMON, SMALL, assert_equal_training
 from training.checkpoint.safetensors_files import TensorFiles
 from training.config.train import TrainConfig
 from training.models.hidden_matrices import HiddenMatrix, hidden_matrices
@@ -33,13 +33,7 @@ LOSS_BOUND, WEIGHT_BOUND = 2e-5, 0.02
 
 
 def assert_equal_within_bf16(expected: Path, got: Path) -> None:
-    one, many = losses(expected), losses(got)
-    assert one.keys() == many.keys()
-    assert max(abs(one[step] - many[step]) for step in one) < LOSS_BOUND * one[1]
-    ours, theirs = final(expected), final(got)
-    assert set(ours) == set(theirs)
-    for name in ours:
-        assert (ours[name] - theirs[name]).norm() < WEIGHT_BOUND * ours[name].norm(), name
+    assert_equal_training(expected, got, bound=WEIGHT_BOUND, loss_bound=LOSS_BOUND, of_norm=True)
 
 
 def tiny(model_type: str, **more: Any) -> Any:
