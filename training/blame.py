@@ -31,9 +31,7 @@ def main(plan_path: Path) -> None:
         opened = open_model(plan, folder, rank=rank)
         documents = blamed_documents(opened, RunPlan.read(Path(plan.run_plan)), step=plan.batch_step)
         if rank.rank == 0:
-            Blame(step=plan.batch_step, checkpoint_step=plan.step, documents=documents).write(
-                plan_path.with_name("blame.json")
-            )
+            Blame(documents=documents).write(plan_path.with_name("blame.json"))
 
 
 @torch.no_grad()

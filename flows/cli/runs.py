@@ -46,7 +46,8 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     about = "leave out the batches of these steps, for example 37,40-42: train on from the checkpoint before them"
     resume.add_argument("--without", metavar="STEPS", help=about)
     blame = command("blame", _blame, "show which documents were in a step's batch, the worst loss first", "RUN")
-    blame.add_argument("overrides", metavar="inference.field=value", nargs="*", default=[], help="ranks, precision")
+    about = "ranks and precision, for example inference.parallel=tensor inference.degree=2"
+    blame.add_argument("overrides", metavar="inference.field=value", nargs="*", default=[], help=about)
     blame.add_argument("--step", type=int, required=True, metavar="N", help="a training step, counted from 1")
     blame.add_argument("--top", type=int, default=10, metavar="K", help="number of documents (default: 10)")
     reproduce = command(

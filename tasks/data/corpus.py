@@ -185,8 +185,7 @@ def _prepare_one(corpus: Corpus, shared: _Shared) -> tuple[Path, TokenShards]:
             log.warning("%s: deleting the file and making it again", damage)
         if older_chunks := num_of_older_versions(folder):
             log.info(
-                "%s: tokenizing again what an older version finished there, since it did not count all that is counted "
-                "today",
+                "tokenizing %s again: an older version of Shardline finished them without all of today's counts",
                 counted(older_chunks, "chunk"),
             )
         corpus = corpus.surveyed_in(folder / SURVEY)

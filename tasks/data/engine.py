@@ -26,7 +26,7 @@ from tasks.hardware.machine import usable_cores
 from training.records.record import write_atomically
 
 MOST_TASKS = 4096  # of a corpus of any size
-TASK_BYTES = 2**26  # of text, some 8 s on one core: shorter tasks would keep the process that distributes them busy
+TASK_BYTES = 2**26  # of text, about 1 s on one core: shorter tasks would keep the process that distributes them busy
 PRELOADED = ["tasks.data.sharding", "gigatoken", "awkward"]  # gigatoken imports awkward when it first encodes
 
 

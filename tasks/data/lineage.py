@@ -39,7 +39,7 @@ def _places_in(
     data: DataConfig, prefix: str, manifest: TokenShards, wanted: Mapping[int, tuple[Shard, str]]
 ) -> dict[int, str]:
     if data.path.startswith(SHARDS):
-        return dict.fromkeys(wanted, f"not known: {data.path} has tokens alone")
+        return dict.fromkeys(wanted, f"not known: data.path = {data.path} holds tokens, not text")
     try:
         sources = find_sources(data, SkippedDocuments("skip"))
     except (ValueError, OSError) as error:
@@ -66,7 +66,9 @@ def recognized(candidates: Iterable[tuple[str, str]], texts: Mapping[int, str]) 
 
     The split may have cut a document. If several places begin alike, none is returned.
     """
-    found = {number: "not known: its tokens are no text" for number, text in texts.items() if not text.strip()}
+    found = {
+        number: "not known: the document has only white space" for number, text in texts.items() if not text.strip()
+    }
     by_key = defaultdict[str, dict[int, str]](dict)
     for number, text in texts.items():
         if dense := "".join(text.split()):

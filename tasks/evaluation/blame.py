@@ -61,15 +61,19 @@ def blame(run_dir: Path, *, step: int, top: int, inference: InferenceConfig) -> 
     if not 1 <= step <= plan.steps:
         raise ValueError(f"--step {step}: {plan.run_id} has steps 1 to {plan.steps}")
     if inference.parallel == "data" and inference.degree > 1:
-        raise ValueError("inference.parallel=data: one batch is measured; set inference.parallel=tensor, or degree=1")
-    measured = _measured(plan, _checkpoint_before(run_dir, step), step=step, inference=inference)
+        raise ValueError(
+            "inference.parallel=data divides batches, and one batch is measured: set inference.parallel=tensor, or "
+            "inference.degree=1"
+        )
+    checkpoint = _checkpoint_before(run_dir, step)
+    measured = _measured(plan, checkpoint, step=step, inference=inference)
     shards_dir = present(Path(plan.shards_dir))
     found = tuple(_found(plan, shards_dir, measured.documents[:top]))
     page = run_dir / f"blame-{step}.html"
     result = Found(
         run_id=plan.run_id,
         step=step,
-        checkpoint_step=measured.checkpoint_step,
+        checkpoint_step=int(checkpoint.name),
         of=len(measured.documents),
         documents=found,
         page=str(page),

@@ -148,8 +148,10 @@ class Grammars:
         except RecursionError:
             raise ValueError("text cannot be constrained by this json: it is nested too deeply") from None
         if len(source) > MAX_GRAMMAR_CHARS:
-            which = f"this {next(iter(grammar))} has {len(source)} characters"
-            raise ValueError(f"text cannot be constrained, because {which}: simplify it to {MAX_GRAMMAR_CHARS} at most")
+            raise ValueError(
+                f"text cannot be constrained by this {next(iter(grammar))} of {len(source):,} characters: simplify it "
+                f"to {MAX_GRAMMAR_CHARS:,} characters at most"
+            )
         if (found := self._kept.get(source)) is None:  # else no other grammar's compilation is waited for
             with self._lock:
                 if (found := self._kept.get(source)) is None:

@@ -116,7 +116,7 @@ def _preferred(
     if inference.precision in QUANTIZED:
         return "onnx", f"inference.precision = {inference.precision}"
     if gpus and has_vllm:
-        return "vllm", f"{found}, and vLLM is installed"
+        return "vllm", f"{found}, and vLLM's build for GPUs is on PATH"
     if inference.parallel != "none":
         return "torch", f"inference.parallel = {inference.parallel}"
     if inference.precision == "bf16":

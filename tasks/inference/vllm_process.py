@@ -63,7 +63,8 @@ def find_vllm(inference: InferenceConfig) -> str:
     if not (gpus := gpus_here()):
         raise ValueError(
             "inference.engine = vllm needs a GPU, and none is visible here (`nvidia-smi -L` lists them, "
-            "CUDA_VISIBLE_DEVICES hides them): on a CPU serve with inference.engine=onnx, or install vLLM's CPU build"
+            "CUDA_VISIBLE_DEVICES hides them): on a CPU serve with inference.engine=onnx, or install vLLM's build for "
+            "CPUs as docs/inference.md says"
         )
     if inference.degree > len(gpus):
         raise ValueError(f"inference.degree = {inference.degree}, but {len(gpus)} GPUs are visible: lower it")
@@ -248,7 +249,7 @@ class VllmProcess:
         cast = re.search(r"asting torch\.(\w+) to torch\.(\w+)", self.log_path.read_text(errors="replace"))
         if cast:
             what = f"precision: {cast[2]} (vLLM's choice; the export's weights are {cast[1]})"
-            logger.warning("%s: for those set inference.precision=fp32", what)
+            logger.warning("%s; set inference.precision=fp32 to compute in the weights' precision", what)
 
     def error_in_log(self) -> str:
         """Return the last error in vLLM's log that is not about another one, or its last lines."""

@@ -83,7 +83,7 @@ def _labelled(reason: str) -> tuple[str, str]:
 def _likely(plan: RunPlan) -> str:
     least, most = plan.predicted.step_range_ms
     measured = plan.predicted.correction.measured
-    return f", likely {least:,.1f} to {most:,.1f}: {measured} was measured on this machine before" if most else ""
+    return f", likely {least:,.1f} to {most:,.1f} ms (measured on this machine before: {measured})" if most else ""
 
 
 def _describe_cost(plan: RunPlan) -> list[tuple[str, str]]:

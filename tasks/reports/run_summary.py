@@ -86,8 +86,8 @@ def _spikes(data: RunData) -> Iterator[str]:
     if (result := data.result) is None:
         return
     if result.spikes:
-        did = "their updates were skipped" if data.config.train.on_spike == "skip" else "training went on"
-        yield f"Loss or gradient spiked in {counted(len(result.spikes), 'step')} ({_some(result.spikes)}); {did}."
+        steps, last = f"{counted(len(result.spikes), 'step')} ({_some(result.spikes)})", data.config.train.on_spike
+        yield f"Loss or gradient spiked in {steps}; train.on_spike={last} at the end of the run."
     if result.left_out:
         yield f"The batches of {counted(len(result.left_out), 'step')} ({_some(result.left_out)}) were left out."
 

@@ -38,7 +38,7 @@ def resume_without(run_dir: Path, steps: set[int], *, force: bool) -> None:
     if kept := [folder for folder in trained_on if (folder / KEEP).exists()]:
         raise ValueError(
             f"checkpoint {kept[0]} was trained on these batches and is kept ({(kept[0] / KEEP).read_text().strip()}): "
-            "delete its file `keep` to let it be replaced, or start a new run"
+            f"delete {kept[0] / KEEP} to allow its deletion, or start a new run"
         )
     left, new = [folder for folder in whole if folder not in trained_on], steps - read_left_out(run_dir).steps.keys()
     memory = run_dir / MEMORY_RECORD

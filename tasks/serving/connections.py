@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from pathlib import Path
 
+import psutil
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -27,18 +27,18 @@ def max_connections() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = max(soft, min(hard if hard != resource.RLIM_INFINITY else MAX_FILES, MAX_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    opened = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").is_dir() else RESERVED_FILES
-    return max(16, min(MAX_CONNECTIONS, files - opened - RESERVED_FILES))
+    return max(16, min(MAX_CONNECTIONS, files - psutil.Process().num_fds() - RESERVED_FILES))
 
 
 def uvicorn_config(app: object, *, keep_alive_s: float, timeout_s: float, drain_s: int) -> uvicorn.Config:
     """Return uvicorn's settings. `timeout_s`: seconds that a client may not read while a reply waits for it."""
-    limits = {"limit": max_connections(), "stalled_s": timeout_s, "keep_alive_s": keep_alive_s}
+    limits = {"limit": max_connections(), "stalled_s": timeout_s}
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         http=type("BoundedProtocol", (BoundedProtocol,), limits),
         ws="none",
         backlog=BACKLOG,
+        timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # typed as whole seconds
         log_level="error",  # its warnings are about what clients send, a line each
         access_log=False,
         timeout_graceful_shutdown=drain_s,
@@ -50,11 +50,9 @@ class BoundedProtocol(H11Protocol):
 
     limit: int
     stalled_s: float
-    keep_alive_s: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.timeout_keep_alive = self.keep_alive_s  # type: ignore[assignment]  # uvicorn's is typed as whole seconds
         self._head: asyncio.TimerHandle | None = self.loop.call_later(HEAD_S, transport.abort)
         self._stalled: asyncio.TimerHandle | None = None
         self._used_at = self.loop.time()

@@ -137,7 +137,10 @@ class AdmissionControl:
                 what = "this access token is not valid" if header else "this server requires an access token"
                 return refusal(path, 401, f"{what}: send the header 'Authorization: Bearer TOKEN'")
         if headers.get("content-encoding", "identity") != "identity":
-            return refusal(path, 415, f"the body is encoded by {headers['content-encoding']}: send it as it is")
+            encoding = headers["content-encoding"]
+            return refusal(
+                path, 415, f"the body has Content-Encoding {encoding}: send it without compression and that header"
+            )
         if (length := int(headers.get("content-length", "0"))) > self.limits.max_body_bytes:
             return self._too_large(path, f"{length} bytes")
         return None
@@ -162,7 +165,7 @@ class AdmissionControl:
                         return await self._too_large(scope["path"], f"{len(body)} bytes or more")(scope, receive, send)
         except TimeoutError:
             came = f"only {len(body)} bytes of the body came within {limits.timeout_s:g} s (serving.timeout_s)"
-            return await refusal(scope["path"], 408, f"{came}: send it at once")(scope, receive, send)
+            return await refusal(scope["path"], 408, f"{came}: send it faster, or raise that")(scope, receive, send)
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def receive_whole() -> Message:

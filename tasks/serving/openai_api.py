@@ -148,26 +148,24 @@ def _whole_reply(asked: Asked, served: ServedVersion, written: Sequence[Completi
     counts = [one.prompt_tokens for one in written], [one.new_tokens for one in written]
     made = asked.body.num_candidates
     total = usage(*counts, per_prompt=made)
-    pairs = list(zip([prompt for prompt, _ in asked.texts], written, strict=True))
-    of_prompts = [pairs[first : first + made] for first in range(0, len(pairs), made)]
     choices: list[dict[str, Any]] = []
-    for of_prompt in of_prompts:
-        prompt = of_prompt[0][0]
+    for first in range(0, len(written), made):
+        prompt, _ = asked.texts[first]
         before = served.engine.encoder.encode(prompt) if asked.shows_logprobs and not asked.echo else ()
         echoed = _text(served, prompt) if asked.echo else ""
-        for _, one in _best(of_prompt, asked.body.n or 1):
+        for one in _best(written[first : first + made], asked.body.n or 1):
             choices.append(_choice(asked, served, len(choices), one, before=before, echoed=echoed))
     return JSONResponse(asked.reply.whole(choices, usage=total))
 
 
-def _best(pairs: Sequence[tuple[Prompt, Completion]], n: int) -> Sequence[tuple[Prompt, Completion]]:
+def _best(written: Sequence[Completion], n: int) -> Sequence[Completion]:
     """Return the n texts with the highest mean log-probability, best first; if there are only n, all in their order."""
 
-    def mean(pair: tuple[Prompt, Completion]) -> float:
-        found = [one.logprob or 0.0 for one in pair[1].logprobs]
+    def mean(text: Completion) -> float:
+        found = [one.logprob or 0.0 for one in text.logprobs]
         return sum(found) / len(found) if found else -math.inf
 
-    return pairs if len(pairs) == n else sorted(pairs, key=mean, reverse=True)[:n]
+    return written if len(written) == n else sorted(written, key=mean, reverse=True)[:n]
 
 
 def _choice(

@@ -43,9 +43,9 @@ class BoundedTemplate(ChatTemplate):
             reply = _ask(process, json.dumps(messages))
             if not reply:
                 code = self._end()
-                ended = f"ended its process ({code}), or took more than {WALL_S:g} s"
-                why = f"takes more than {RENDER_S:g} s" if code == -signal.SIGPROF else ended
-                raise ValueError(f"the model's chat template {why} for these messages: send fewer")
+                ended = f"ended its process (exit code {code}), or took more than {WALL_S:g} s"
+                why = f"takes more than {RENDER_S:g} s of CPU time" if code == -signal.SIGPROF else ended
+                raise ValueError(f"the model's chat template {why} for these messages: send fewer or shorter ones")
         text, error = json.loads(reply)
         if error:
             raise ValueError(error)

@@ -196,14 +196,12 @@ class RunConfig(Section):
 
 def _check_muon(parallel: ParallelConfig) -> None:
     """Raise ValueError for what Muon does not run with."""
-    refused = {
-        "zero2": "which cuts gradients into flat pieces, and DeepSpeed's own Muon scales its updates in another way: "
-        "use fsdp, which shards more, or zero1",
-        "zero3": "which cuts gradients into flat pieces, and DeepSpeed's own Muon scales its updates in another way: "
-        "use fsdp, which shards the same",
-    }
-    if parallel.strategy in refused:
-        why = f"parallel.strategy={parallel.strategy}, {refused[parallel.strategy]}"
+    instead = {"zero2": "fsdp, which shards more, or zero1", "zero3": "fsdp, which shards the same"}
+    if parallel.strategy in instead:
+        why = (
+            f"parallel.strategy={parallel.strategy}, which cuts gradients into flat pieces, and DeepSpeed's own Muon "
+            f"scales its updates in another way: use {instead[parallel.strategy]}"
+        )
     elif parallel.offload not in {"auto", "none"}:
         why = (
             f"parallel.offload={parallel.offload}, since its products would run on the host: set parallel.offload=none"

@@ -17,8 +17,9 @@ class InferenceConfig(Section):
     engine: Literal["auto", "onnx", "torch", "vllm"] = Field(
         "auto",
         description="Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: PyTorch processes. "
-        "vllm: the program `vllm`, on GPUs, or on the CPU if it is a build for CPUs. auto: with GPUs vllm if it is "
-        "installed, else torch; without GPUs torch if `parallel` is set, else onnx.",
+        "vllm: the program `vllm`, on GPUs, or on the CPU if it is a build for CPUs. auto: with GPUs vllm if its "
+        "build for GPUs is on PATH, else torch; without GPUs torch if `parallel` is set or the export has no graph "
+        "that decodes, else onnx.",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = Field(
         "auto",

@@ -76,18 +76,17 @@ def filled(config: Any) -> Any:
     Without a size, or with one that the config will refuse, it is returned as it is. Raises ValueError for a size that
     no shape has, and for layers and a width that make another model.
     """
-    model = config.get("model") if isinstance(config, Mapping) else None
-    if isinstance(model, BaseModel):
-        model = model.model_dump()
-    if not isinstance(model, Mapping) or not re.fullmatch(SIZE, str(model.get("size", ""))):
+    if not isinstance(config, Mapping):
         return config
-    config = {
+    given = {
         name: part.model_dump(exclude_unset=True) if isinstance(part, BaseModel) else part
         for name, part in config.items()
     }
-    chosen = choices(config)
-    whole = {**config, **{name: chosen[name] | (config.get(name) or {}) for name in chosen}}
-    _check_given(whole["model"], config.get("data") or {})
+    model = given.get("model")
+    if not isinstance(model, Mapping) or not re.fullmatch(SIZE, str(model.get("size", ""))):
+        return config
+    whole = {**given, **{name: chosen | (given.get(name) or {}) for name, chosen in choices(given).items()}}
+    _check_given(whole["model"], given.get("data") or {})
     return whole
 
 
@@ -129,7 +128,8 @@ def _check_given(model: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     if abs(found / asked - 1) > MOST_OFF:
         raise ValueError(
             f"model.size = {model['size']}, and model.layers = {layers}, model.width = {width} make about {found:,} "
-            "parameters: leave out the size, or layers and width (those of a preset go if the size is an override)"
+            "parameters: set model.size alone, or model.layers and model.width without it (an override model.size=… "
+            "drops those of a preset)"
         )
 
 

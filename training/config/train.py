@@ -101,9 +101,9 @@ class TrainConfig(Section):
         0.0,
         ge=0,
         le=1,
-        description="Coefficient of the z-loss, the squared logarithm of the softmax's sum at each predicted token, "
-        "which keeps logits from drifting; 1e-4 in PaLM (Chowdhery et al. 2022). It is trained and logged as `z_loss`; "
-        "`loss` stays cross-entropy. 0: none.",
+        description="Coefficient of the z-loss, the squared logarithm of the softmax's normalizer at each predicted "
+        "token, which keeps logits from drifting; 1e-4 in PaLM (Chowdhery et al. 2022). It is trained and logged as "
+        "`z_loss`; `loss` stays cross-entropy. 0: none.",
     )
     optimizer_path: str = Field(
         "",
@@ -146,14 +146,21 @@ class TrainConfig(Section):
     on_spike: Literal["continue", "skip", "rewind"] = Field(
         "continue",
         description="What to do at a spike: a loss or gradient norm far above those of the newest updates. continue: "
-        "say it. skip: make no update in that step; the host then waits for the device in every step. rewind: go back "
-        "to the newest checkpoint, and train on without the batch that did it.",
+        "log it and train on. skip: make no update in that step; the host then waits for the device in every step. "
+        "rewind: go back to the newest checkpoint from before it, and train on without that step's batch.",
     )
     spike_deviations: float = Field(
-        6.0, gt=0, le=1000, description="A spike is more than so many standard deviations above the recent mean."
+        6.0,
+        gt=0,
+        le=1000,
+        description="A step is a spike if its loss or gradient norm is more than this many standard deviations above "
+        "the mean of the last train.spike_window_steps updates.",
     )
     spike_window_steps: int = Field(
-        128, ge=2, le=10_000, description="Number of newest updates that are the recent ones; fewer judge no step."
+        128,
+        ge=2,
+        le=10_000,
+        description="Number of recent updates that a step is compared with; no step is judged before so many.",
     )
     log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
     seed: int = Field(

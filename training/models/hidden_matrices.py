@@ -81,7 +81,7 @@ def _check_attention(hf: Any, found: dict[str, HiddenMatrix]) -> None:
         parameter = hf.get_parameter(name)
         if parameter.shape[found[name].dim] == (heads + 2 * kv_heads) * head_dim and found[name].blocks == 1:
             raise ValueError(
-                f"{name} holds queries, keys and values in one matrix, and the plan of models of type "
+                f"{name} holds queries, keys and values in one matrix, and transformers' tensor-parallel plan for type "
                 f"{hf.config.model_type} does not say where each begins, so train.optimizer=muon cannot take them "
                 "apart: set train.optimizer=adamw"
             )

@@ -81,7 +81,7 @@ class FiniteCheck:
             )
         self._refuse_many(outcome, self.in_a_row, "skipped")
         if self.warns and not adapts:
-            logger.warning("left out %s", self._describe(outcome))
+            logger.warning("skipped the update of %s", self._describe(outcome))
 
     def _spike(self, outcome: StepOutcome) -> None:
         step, on_spike = outcome.step, self.spikes.on_spike
@@ -92,7 +92,7 @@ class FiniteCheck:
             self._refuse_many(outcome, self.in_a_row, "skipped")
         if self.warns:
             done = {"continue": "it is trained on", "skip": "its update is skipped", "rewind": "its batch is left out"}
-            shown = f"`shardline blame {self.plan.run_id} --step {step}` shows them"
+            shown = f"`shardline blame {self.plan.run_id} --step {step}` lists its documents"
             logger.warning("spike: %s: %s; %s; %s", self._describe(outcome), outcome.spike, done[on_spike], shown)
         if on_spike == "rewind":
             raise Spike(step, outcome.spike)

@@ -47,19 +47,20 @@ def stage_parameters(job: Job, layout: Layout) -> float:
 
 def rank_parameters(job: Job, layout: Layout, *, stage: int) -> float:
     """Parameters of a rank of this stage, before data parallelism shards them."""
-    if layout.at is not None:
-        return job.of_rank(layout.stages[layout.at[0]], range(stage, stage + 1), tp=layout.tp)
-    num_stages = layout.pp * layout.stages_per_rank
-    return job.of_rank(even_stages(job.shape.layers, num_stages), range(stage, num_stages, layout.pp), tp=layout.tp)
+    return job.of_rank(*_layers_and_stages(job, layout, stage=stage), tp=layout.tp)
 
 
 def hidden_parameters(job: Job, layout: Layout, *, stage: int) -> float:
     """Those of a rank's parameters that are in layers, before data parallelism shards them."""
+    return job.hidden_of_rank(*_layers_and_stages(job, layout, stage=stage), tp=layout.tp)
+
+
+def _layers_and_stages(job: Job, layout: Layout, *, stage: int) -> tuple[Sequence[int], range]:
+    """Return the layers of each stage of the pipeline, and the stages of a rank whose first one is `stage`."""
     if layout.at is not None:
-        return job.hidden_of_rank(layout.stages[layout.at[0]], range(stage, stage + 1), tp=layout.tp)
+        return layout.stages[layout.at[0]], range(stage, stage + 1)
     num_stages = layout.pp * layout.stages_per_rank
-    stages = range(stage, num_stages, layout.pp)
-    return job.hidden_of_rank(even_stages(job.shape.layers, num_stages), stages, tp=layout.tp)
+    return even_stages(job.shape.layers, num_stages), range(stage, num_stages, layout.pp)
 
 
 def _optimizer_bytes(job: Job, layout: Layout, model: CostModel, *, stage: int, parameters: float) -> float:

@@ -311,8 +311,8 @@ def _assumptions(
         does = {"skip": "its update is skipped", "rewind": "training goes on from the checkpoint before, without it"}
         reasons.append(
             f"spikes: train.on_spike={train.on_spike}: a step whose loss or gradient norm is more than "
-            f"{train.spike_deviations:g} deviations above those of the {train.spike_window_steps} updates before is a "
-            f"spike, and {does[train.on_spike]}"
+            f"{train.spike_deviations:g} standard deviations above the mean of the last {train.spike_window_steps} "
+            f"updates is a spike, and {does[train.on_spike]}"
         )
     if train.z_loss:
         reasons.append(

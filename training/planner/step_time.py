@@ -312,11 +312,11 @@ def _muon_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, num
     holders = num_shards if layout.strategy == "local-sgd" else layout.gradient_ranks
     ranks = holders * layout.tp
     flops = stage_layers(job, layout) * job.orthogonalizing_flops / ranks
-    parts = {"orthogonalizing": flops / (model.time.sustained * cluster.matmul_tflops * 1e12)}
+    parts = {"Muon's products": flops / (model.time.sustained * cluster.matmul_tflops * 1e12)}
     if ranks > 1:
         stage = 0 if layout.at is None else layout.at[1]
         own = hidden_parameters(job, layout, stage=stage) / (num_shards if sharing.stage >= 1 else 1)
         messages = 2 if sharing.stage >= 1 or layout.tp > 1 else 1
         link = cluster.link(ranks)
-        parts["muon exposed"] = messages * link.gather_s(SENT_BYTES * own, ranks)
+        parts["Muon exposed"] = messages * link.gather_s(SENT_BYTES * own, ranks)
     return parts

@@ -30,8 +30,6 @@ class BlamedDocument(Record):
 
 
 class Blame(Record):
-    """blame.json: the documents in the batch of `step`, the largest loss first, under the checkpoint before it."""
+    """blame.json: the documents in a step's batch, the largest loss first, under the checkpoint before it."""
 
-    step: int
-    checkpoint_step: int
     documents: tuple[BlamedDocument, ...]

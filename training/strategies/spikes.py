@@ -48,7 +48,7 @@ class Spikes:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return ""
         above = [
-            f"{name} {value:.4g} is {found:.1f} deviations above {mean:.4g}"
+            f"{name} {value:.4g} is {found:.1f} standard deviations above the mean of {mean:.4g}"
             for name, value, recent in (("loss", loss, self.losses), ("gradient norm", grad_norm, self.grad_norms))
             for mean, found in [_deviations(value, recent)]
             if len(recent) == recent.maxlen and found > self.deviations

@@ -19,4 +19,4 @@ def test_a_text_that_begins_alike_is_taken_only_if_it_is_the_only_one() -> None:
 
 
 def test_an_empty_text_is_nowhere() -> None:
-    assert recognized([("a:1", " "), ("a:2", LONG)], {7: " "}) == {7: "not known: its tokens are no text"}
+    assert recognized([("a:1", " "), ("a:2", LONG)], {7: " "}) == {7: "not known: the document has only white space"}

@@ -21,7 +21,6 @@ from tests.support.tiny_shards import plan_tiny_run
 from training.config.data import DataConfig
 from training.config.serving import InferenceConfig
 from training.data.loader import Loader
-from training.records.checkpoint import KEEP
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 
@@ -116,29 +115,3 @@ def test_a_planted_spike_is_found_and_passed(
     assert losses(runs["continue"])[STEPS] == losses(runs["rewind"])[STEPS]
     with pytest.raises(ValueError, match="no checkpoint from before step 3 is left"):
         blame(run_dir, step=3, top=5, inference=InferenceConfig())
-
-
-def test_steps_are_named_and_checkpoints_that_are_kept_are_not_deleted(tmp_path: Path) -> None:
-    assert read_steps("37,40-42", of=42) == {37, 40, 41, 42}
-    for wrong in ("", "x", "0", "5-3", "1,,2"):
-        with pytest.raises(ValueError, match="--without"):
-            read_steps(wrong, of=100)
-
-
-@pytest.mark.slow
-def test_a_kept_checkpoint_and_a_start_from_nothing_are_refused(
-    planted: tuple[Callable[..., Path], set[int]],
-) -> None:
-    make, _ = planted
-    plan_path = make("short", train__steps=6)
-    run_ranks(plan_path)
-    run_dir = plan_path.parent
-    (run_dir / "checkpoints" / "00000006" / KEEP).write_text("exported\n")
-    with pytest.raises(ValueError, match=r"00000006 .* is kept \(exported\)"):
-        resume_without(run_dir, {6}, force=False)
-    (run_dir / "checkpoints" / "00000006" / KEEP).unlink()
-    with pytest.raises(ValueError, match="begin again at step 0: add --force"):
-        resume_without(run_dir, {2}, force=False)
-    resume_without(run_dir, {6}, force=False)
-    run_ranks(plan_path)
-    assert result(plan_path).left_out == (6,)

@@ -43,7 +43,7 @@ def test_the_engine_follows_from_what_is_asked_for_and_from_the_gpus() -> None:
 
 
 def test_vllm_is_preferred_on_gpus_where_it_is_installed() -> None:
-    assert chosen(gpus=2, has_vllm=True) == ("vllm", "2 GPUs: H100, and vLLM is installed")
+    assert chosen(gpus=2, has_vllm=True) == ("vllm", "2 GPUs: H100, and vLLM's build for GPUs is on PATH")
     assert chosen(gpus=2, has_vllm=True, parallel="tensor", degree=2)[0] == "vllm"
     assert chosen(gpus=1, has_vllm=True, precision="bf16", has_decode_graph=False, has_torch=False)[0] == "vllm"
     assert chosen(has_vllm=True)[0] == "onnx", "there is no GPU"

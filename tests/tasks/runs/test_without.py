@@ -8,7 +8,13 @@ import pytest
 
 from tasks.runs.without import read_steps, resume_without
 from tasks.store.runs import RunOnStore
-from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, checkpoint_folder, finished_checkpoints
+from training.records.checkpoint import (
+    CHECKPOINT_MANIFEST,
+    KEEP,
+    CheckpointManifest,
+    checkpoint_folder,
+    finished_checkpoints,
+)
 from training.records.left_out import SpikeState, read_left_out
 from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord
 from training.trainer.state import _without_left_out_batches
@@ -78,7 +84,18 @@ def test_training_takes_no_checkpoint_that_saw_a_left_out_batch(tmp_path: Path) 
     assert _without_left_out_batches(tmp_path) == [checkpoint_folder(tmp_path, 40), without]
 
 
-@pytest.mark.parametrize("text", ["0", "43", "1-9999999999", "7-5", "seven"])
+def test_a_checkpoint_that_an_export_keeps_is_not_deleted(tmp_path: Path) -> None:
+    (checkpoint(tmp_path, 6) / KEEP).write_text("exported\n")
+
+    with pytest.raises(ValueError, match=r"00000006 .* is kept \(exported\)"):
+        resume_without(tmp_path, {6}, force=True)
+
+
+def test_steps_are_named_one_by_one_and_in_ranges() -> None:
+    assert read_steps("37,40-42", of=42) == {37, 40, 41, 42}
+
+
+@pytest.mark.parametrize("text", ["0", "43", "1-9999999999", "7-5", "seven", "", "1,,2"])
 def test_steps_that_the_run_does_not_have_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"--without {text}: "):
         read_steps(text, of=42)

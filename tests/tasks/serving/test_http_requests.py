@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import pytest
 
 from tasks.promotion.register import register_model
 from tasks.promotion.servers import read_counts
-from tests.support.mlflow_store import Store
+from tests.support.mlflow_store import Store, new_store
 from tests.support.serving import server
 from tests.support.waiting import until
 
@@ -40,13 +39,8 @@ LIMITS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def chatting(empty_store: Path, exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """A registry whose champion has a chat template."""
-    from mlflow.tracking import MlflowClient
-
     folder = tmp_path_factory.mktemp("chatting")
-    shutil.copy(empty_store, folder / "mlflow.db")
-    uri = f"sqlite:///{folder / 'mlflow.db'}"
-    experiment = MlflowClient(uri).create_experiment("tests", artifact_location=(folder / "artifacts").as_uri())
-    store = Store(uri=uri, folder=folder, experiment_id=experiment, exported=exported_run)
+    store = new_store(empty_store, folder, exported=exported_run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDLINE_HOME", str(folder))
         run = store.finished_run("one", loss=3.0)
@@ -116,7 +110,7 @@ def test_errors_have_the_form_of_the_protocol_and_say_the_cure(client: httpx.Cli
         ("at most 1000000", 413, client.post("/v1/completions", content=b" " * 1_000_001, headers=as_json)),
         ("at most 1000000", 413, client.post("/v1/completions", content=iter([b" " * 1_000_001]), headers=as_json)),
         (
-            "send it as it is",
+            "without compression",
             415,
             client.post("/v1/completions", content=body, headers=as_json | {"Content-Encoding": "gzip"}),
         ),

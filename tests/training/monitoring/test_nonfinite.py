@@ -101,9 +101,9 @@ def test_skip_leaves_the_step_out_counts_it_and_trains_on(plan_with: Callable[..
     result = TrainResult.read(plan_path.parent / "result.json")
     assert (result.step, result.skipped_steps) == (8, 1)
     assert math.isfinite(result.loss)
-    warnings = [line for line in ranks.log().splitlines() if "WARNING left out step" in line]
+    warnings = [line for line in ranks.log().splitlines() if "WARNING skipped the update of step" in line]
     assert len(warnings) == 1, "one rank warns"
-    assert f"left out step {BAD_STEP} (loss nan on rank {BAD_RANK}," in warnings[0]
+    assert f"skipped the update of step {BAD_STEP} (loss nan on rank {BAD_RANK}," in warnings[0]
 
 
 @pytest.mark.slow

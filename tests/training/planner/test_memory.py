@@ -219,11 +219,11 @@ def test_muon_is_priced(strategy: Any, tp: int, messages: int) -> None:
     assert (kept[0] - kept[1]) * 2**30 == pytest.approx(4 * hidden / shards, rel=1e-6)
     before, after = (step_s(GPT3, layout, each, found, num_shards=8) for each in (adamw, muon))
     tokens = 8 * layout.accumulation * GPT3.context
-    assert after["orthogonalizing"] / before["products"] == pytest.approx(5 * 12288 / tokens, rel=0.3)
+    assert after["Muon's products"] / before["products"] == pytest.approx(5 * 12288 / tokens, rel=0.3)
     own = hidden / (8 if strategy == "fsdp" else 1)
     sent = messages * found.link(8 * tp).gather_s(2 * own, 8 * tp)
-    assert after["muon exposed"] == pytest.approx(sent)
-    assert not {"orthogonalizing", "muon exposed"} & before.keys()
+    assert after["Muon exposed"] == pytest.approx(sent)
+    assert not {"Muon's products", "Muon exposed"} & before.keys()
 
 
 def test_published_rows_come_out() -> None:
