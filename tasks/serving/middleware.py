@@ -137,10 +137,8 @@ class AdmissionControl:
                 what = "this access token is not valid" if header else "this server requires an access token"
                 return refusal(path, 401, f"{what}: send the header 'Authorization: Bearer TOKEN'")
         if headers.get("content-encoding", "identity") != "identity":
-            encoding = headers["content-encoding"]
-            return refusal(
-                path, 415, f"the body has Content-Encoding {encoding}: send it without compression and that header"
-            )
+            cure = "send it without compression and that header"
+            return refusal(path, 415, f"the body has Content-Encoding {headers['content-encoding']}: {cure}")
         if (length := int(headers.get("content-length", "0"))) > self.limits.max_body_bytes:
             return self._too_large(path, f"{length} bytes")
         return None
