@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from tasks.data.lineage import places_of
@@ -16,7 +17,7 @@ from tasks.workspace.paths import home, present
 from training.config.evaluation import EvaluationConfig
 from training.config.serving import InferenceConfig
 from training.records.blame import Blame, BlamedDocument, BlamePlan
-from training.records.checkpoint import damage, finished_checkpoints
+from training.records.checkpoint import damage, finished_checkpoints, newest_intact
 from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.token_shards import Shard, TokenShards
@@ -85,11 +86,8 @@ def blame(run_dir: Path, *, step: int, top: int, inference: InferenceConfig) -> 
 def _checkpoint_before(run_dir: Path, step: int) -> Path:
     """Return the newest complete checkpoint from before the step."""
     folders = [folder for folder in finished_checkpoints(run_dir) if int(folder.name) < step]
-    for folder in reversed(folders):
-        if fault := damage(folder, hashes=False):
-            logger.warning("checkpoint %s is not whole (%s): trying the one before it", folder, fault)
-        else:
-            return folder
+    if checkpoint := newest_intact(folders, damage_of=partial(damage, hashes=False)):
+        return checkpoint
     kept = ", ".join(folder.name for folder in finished_checkpoints(run_dir)) or "none"
     raise ValueError(
         f"no checkpoint from before step {step} is left (there are: {kept}), and documents are measured under one: "

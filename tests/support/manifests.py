@@ -1,4 +1,4 @@
-"""The manifest of a shard folder that a test made by hand."""
+"""The manifests of shards and checkpoints that a test made by hand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest
 from training.records.token_shards import Shard, TokenShards
 from training.shards.format import MANIFEST
 
@@ -25,3 +26,11 @@ def write_manifest(
         skipped=0,
         skipped_examples=(),
     ).write(folder / MANIFEST)
+
+
+def write_checkpoint_manifest(folder: Path, *, step: int, **fields: Any) -> CheckpointManifest:
+    one_rank = {"strategy": "single", "mesh": {"pp": 1, "dp": 1, "tp": 1}, "world_size": 1}
+    unknown = {"tokens": step, "config_sha256": "0" * 64, "val_loss": None, "files": {}}
+    manifest = CheckpointManifest(step=step, **(one_rank | unknown | fields))
+    manifest.write(folder / CHECKPOINT_MANIFEST)
+    return manifest

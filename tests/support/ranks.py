@@ -21,6 +21,7 @@ from tests.support import nccl_like
 from tests.support.device import rank_environment
 from tests.support.waiting import until
 from training.records.plan import RunPlan
+from training.records.train_result import TrainResult
 from training.tracking.rows import METRICS, read_rows
 
 BACKEND = "SHARDLINE_TEST_BACKEND"  # nccl_like: the ranks' groups are those of tests/support/nccl_like.py
@@ -104,6 +105,10 @@ def run_ranks(plan_path: Path, *, program: str = "training.train") -> None:
 
 def rank_env() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": ""}
+
+
+def result(plan_path: Path) -> TrainResult:
+    return TrainResult.read(plan_path.parent / "result.json")
 
 
 def losses(plan_path: Path) -> dict[int, float]:

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from tests.support.configs import inventory
-from tests.support.manifests import write_manifest
+from tests.support.manifests import write_checkpoint_manifest, write_manifest
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
-from training.records.checkpoint import CheckpointManifest
 from training.records.plan import RunPlan
 from training.records.record import sha256_config, sha256_file
 from training.records.results import EvalReport, ExportedModel
@@ -116,16 +115,7 @@ def _checkpoint(plan: RunPlan, folder: Path) -> None:
     model: Any = build_model(plan).hf
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)  # training's checkpoints have none
-    CheckpointManifest(
-        step=8,
-        tokens=2048,
-        strategy="single",
-        mesh=plan.mesh,
-        world_size=1,
-        config_sha256=sha256_config(plan.config),
-        val_loss=None,
-        files={},
-    ).write(folder / "manifest.json")
+    write_checkpoint_manifest(folder, step=8, tokens=2048, mesh=plan.mesh, config_sha256=sha256_config(plan.config))
 
 
 def export_by_program(run_dir: Path) -> subprocess.CompletedProcess[str]:

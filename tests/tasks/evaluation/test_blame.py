@@ -15,14 +15,13 @@ import torch
 from tasks.data.corpus import prepare_corpus
 from tasks.evaluation.blame import blame
 from tasks.runs.without import read_steps, resume_without
-from tests.support.ranks import losses, run_ranks
+from tests.support.ranks import losses, result, run_ranks
 from tests.support.tiny_run import byte_tokenizer
 from tests.support.tiny_shards import plan_tiny_run
 from training.config.data import DataConfig
 from training.config.serving import InferenceConfig
 from training.data.loader import Loader
 from training.records.plan import RunPlan
-from training.records.train_result import TrainResult
 
 SPIKE, STEPS, LENGTH = 27, 31, 60
 DOCUMENTS = 400
@@ -77,10 +76,6 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Callable[..., Pat
             noisy.add(int(bytes(row[:3])))
     write_corpus(corpus, noisy)
     return make, noisy
-
-
-def result(plan_path: Path) -> TrainResult:
-    return TrainResult.read(plan_path.parent / "result.json")
 
 
 @pytest.mark.slow

@@ -8,10 +8,9 @@ import pytest
 
 from tasks.runs.without import read_steps, resume_without
 from tasks.store.runs import RunOnStore
+from tests.support.manifests import write_checkpoint_manifest
 from training.records.checkpoint import (
-    CHECKPOINT_MANIFEST,
     KEEP,
-    CheckpointManifest,
     checkpoint_folder,
     finished_checkpoints,
 )
@@ -23,17 +22,7 @@ from training.trainer.state import _without_left_out_batches
 def checkpoint(run_dir: Path, step: int, *, left_out: tuple[int, ...] = ()) -> Path:
     folder = checkpoint_folder(run_dir, step)
     folder.mkdir(parents=True)
-    CheckpointManifest(
-        step=step,
-        tokens=step,
-        strategy="ddp",
-        mesh={"dp": 1},
-        world_size=1,
-        config_sha256="",
-        val_loss=None,
-        spikes=SpikeState(left_out=left_out),
-        files={},
-    ).write(folder / CHECKPOINT_MANIFEST)
+    write_checkpoint_manifest(folder, step=step, spikes=SpikeState(left_out=left_out))
     return folder
 
 

@@ -15,11 +15,12 @@ from tasks.store import uploads
 from tasks.store.runs import RunOnStore, fetch_run, run_of_url
 from tasks.store.transfer import download, upload
 from tasks.store.uploads import Uploads, check_store
+from tests.support.manifests import write_checkpoint_manifest
 from tests.support.s3_server import BUCKET, SECRET, S3Server, s3_server
 from tests.support.waiting import until
 from training.checkpoint.retention import keep, prune
 from training.config.run import RunConfig
-from training.records.checkpoint import CheckpointManifest, WrittenFile, checkpoint_folder, damage, finished_checkpoints
+from training.records.checkpoint import WrittenFile, checkpoint_folder, damage, finished_checkpoints
 from training.shards.format import MANIFEST
 from training.tracking.progress import Progress
 
@@ -89,16 +90,7 @@ def checkpoint(run_dir: Path, step: int, *, val_loss: float | None = None, size:
         content = f"{name} {step} ".encode() * (size // 16)
         (aside / name).write_bytes(content)
         files[name] = WrittenFile(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-    CheckpointManifest(
-        step=step,
-        tokens=step * 100,
-        strategy="single",
-        mesh={"dp": 1, "tp": 1, "pp": 1},
-        world_size=1,
-        config_sha256="0" * 64,
-        val_loss=val_loss,
-        files=files,
-    ).write(aside / MANIFEST)
+    write_checkpoint_manifest(aside, step=step, val_loss=val_loss, files=files)
     aside.rename(folder)
     return folder
 

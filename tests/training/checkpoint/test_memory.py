@@ -17,12 +17,11 @@ import pytest
 
 from tests.support import nccl_like
 from tests.support.layouts import LAYOUTS
-from tests.support.ranks import BACKEND, Ranks, losses
+from tests.support.ranks import BACKEND, Ranks, losses, result
 from training.node.host_memory import ABANDONED_S, hold, make_run_folder, remove_abandoned
 from training.records.checkpoint import CheckpointManifest, finished_checkpoints
 from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord, RankShare, newest_step
 from training.records.plan import RunPlan
-from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
 
 pytestmark = pytest.mark.slow
@@ -130,7 +129,7 @@ def weight_hashes(plan_path: Path) -> list[str]:
 def assert_equal_to_the_bit(plan_path: Path, undisturbed: Path) -> None:
     assert losses(plan_path) == losses(undisturbed)
     assert weight_hashes(plan_path) == weight_hashes(undisturbed)
-    assert TrainResult.read(plan_path.parent / "result.json").loss == losses(undisturbed)[STEPS]
+    assert result(plan_path).loss == losses(undisturbed)[STEPS]
     rows = [row["step"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "loss" in row]
     assert rows == sorted(set(rows)), "each step is logged once"
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.manifests import write_checkpoint_manifest
 from training.checkpoint.retention import keep, prune, remove_leftovers
 from training.config.run import CheckpointConfig
 from training.records.checkpoint import (
     CHECKPOINT_MANIFEST,
-    CheckpointManifest,
     WrittenFile,
     checkpoint_folder,
     damage,
@@ -30,16 +30,7 @@ def checkpoints(run_dir: Path, val_losses: dict[int, float | None]) -> Path:
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_text("weights")
         weights = WrittenFile(size_bytes=7, sha256=sha256_file(folder / "model.safetensors"))
-        CheckpointManifest(
-            step=step,
-            tokens=step,
-            strategy="single",
-            mesh={"pp": 1, "dp": 1, "tp": 1},
-            world_size=1,
-            config_sha256="0" * 64,
-            val_loss=val_loss,
-            files={"model.safetensors": weights},
-        ).write(folder / CHECKPOINT_MANIFEST)
+        write_checkpoint_manifest(folder, step=step, val_loss=val_loss, files={"model.safetensors": weights})
         assert damage(folder) is None
     return run_dir
 

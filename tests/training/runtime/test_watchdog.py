@@ -14,11 +14,10 @@ import pytest
 
 from tasks.launch.programs import run_program
 from tasks.runs.errors import RunStopped
-from tests.support.ranks import losses, rank_env, torchrun
+from tests.support.ranks import losses, rank_env, result, torchrun
 from tests.support.repository import REPO
 from tests.support.waiting import until
 from training.records.plan import RunPlan
-from training.records.train_result import TrainResult
 
 TIMEOUT_S = 10
 DEADLINE_S = 120
@@ -74,7 +73,7 @@ def test_a_rank_that_paused_and_continued_is_no_hang(running: tuple[Path, subpro
     stopped.resume()
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, errors
-    assert TrainResult.read(plan_path.parent / "result.json").step == 400
+    assert result(plan_path).step == 400
     assert not stacks.exists()
 
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from tests.support.configs import inventory, tiny_config
-from tests.support.ranks import Ranks, losses, run_ranks
+from tests.support.ranks import Ranks, losses, result, run_ranks
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.planner.plan import make_plan
 from training.records.checkpoint import CheckpointManifest
 from training.records.plan import RunPlan
-from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -119,7 +118,7 @@ def test_a_resume_on_another_mesh_drops_the_residuals_and_logs_it(
     ranks = Ranks(plan_path)
     ranks.finish()
     assert "each rank's own state (compression, local-sgd) starts fresh" in ranks.log()
-    assert TrainResult.read(plan_path.parent / "result.json").step == STEPS
+    assert result(plan_path).step == STEPS
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.configs import inventory, tiny_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import result, run_ranks
 from training.planner.plan import make_plan
 from training.records.plan import RunPlan
 from training.records.train_result import StoppedBy, TrainResult
@@ -22,10 +22,6 @@ NO_LEARNING = {"train__schedule": "constant", "train__learning_rate": 1e-12}  # 
 
 def rows(plan_path: Path) -> list[dict[str, Any]]:
     return read_rows(plan_path.parent / "metrics.jsonl")
-
-
-def result(plan_path: Path) -> TrainResult:
-    return TrainResult.read(plan_path.parent / "result.json")
 
 
 def change(plan_path: Path, *, steps: int = 0, **train: Any) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import Ranks, losses, run_ranks
+from tests.support.manifests import write_checkpoint_manifest
+from tests.support.ranks import Ranks, losses, result, run_ranks
 from tests.support.waiting import until
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.data.batch import MicroBatches
 from training.records.checkpoint import CheckpointManifest, checkpoint_folder
 from training.records.plan import RunPlan
-from training.records.train_result import TrainResult
 from training.runtime.process import Rank
 from training.tracking.rows import read_rows
 from training.trainer.rebalance import Rebalancer, one_layer_moved, sizes_in_force, with_room
@@ -146,7 +146,7 @@ def test_layers_move_to_the_faster_stage_at_a_checkpoint_and_a_resumed_run_keeps
         ranks.signal(signal.SIGTERM)
     ranks.finish()
     assert (moves[0]["stages_before"], moves[0]["stages_after"]) == ([[4], [3, 1]], [[4], [2, 2]])
-    stopped = TrainResult.read(plan_path.parent / "result.json").step
+    stopped = result(plan_path).step
     manifest = CheckpointManifest.read(checkpoint_folder(plan_path.parent, stopped) / "manifest.json")
     assert manifest.stages == ((4,), (2, 2))
     last = stopped + 5
@@ -223,20 +223,12 @@ def test_the_median_of_three_timed_steps_decides(make_run: Callable[..., Path]) 
     assert again.decide(9, waits) is None
 
 
-def test_a_checkpoints_micro_batches_are_used_only_where_they_fit(make_run: Callable[..., Path]) -> None:
+def test_a_checkpoints_micro_batches_are_used_only_where_they_fit(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
     plan = RunPlan.read(make_run("in force", ranks=2, parallel__strategy="ddp", parallel__rebalance="on"))
     assert plan.micro_batches == (2, 2)
-    made = CheckpointManifest(
-        step=3,
-        tokens=1,
-        strategy="ddp",
-        mesh=plan.mesh,
-        world_size=2,
-        config_sha256="",
-        val_loss=None,
-        micro_batches=(3, 1),
-        files={},
-    )
+    made = write_checkpoint_manifest(tmp_path, step=3, mesh=plan.mesh, world_size=2, micro_batches=(3, 1))
 
     def taken_up(manifest: CheckpointManifest | None = made, **of_the_plan: Any) -> tuple[int, ...]:
         return sizes_in_force(plan.model_copy(update=of_the_plan), manifest)

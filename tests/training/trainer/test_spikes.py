@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.layouts import LAYOUTS
-from tests.support.ranks import Ranks, kill_and_resume, losses, run_ranks
+from tests.support.ranks import Ranks, kill_and_resume, losses, result, run_ranks
 from tests.support.tiny_shards import VOCAB, plan_tiny_run
 from tests.training.strategies.test_strategies import LOSS_BOUND, final
 from training.config.train import TrainConfig
@@ -20,7 +20,6 @@ from training.data.loader import Loader
 from training.records.checkpoint import CheckpointManifest
 from training.records.left_out import read_left_out
 from training.records.plan import RunPlan
-from training.records.train_result import TrainResult
 from training.strategies.spikes import Spikes
 from training.tracking.rows import METRICS, read_rows
 
@@ -59,10 +58,6 @@ def spiked(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
         tokens[first:stop] = rng.integers(2, VOCAB, stop - first)
     tokens.tofile(path)
     return make
-
-
-def result(plan_path: Path) -> TrainResult:
-    return TrainResult.read(plan_path.parent / "result.json")
 
 
 def manifests(plan_path: Path) -> dict[int, CheckpointManifest]:
