@@ -24,7 +24,7 @@ from tests.support.tokenization import DASK, Tokenization, settings, until_token
 from tests.support.waiting import until
 from training.config.data import DataConfig, EngineConfig
 
-WORKERS = 4
+WORKERS = 2
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ class DaskCluster:
 
 @pytest.fixture
 def dask_cluster(tmp_path: Path) -> Iterator[Callable[..., DaskCluster]]:
-    """Starts a scheduler and 4 workers, each a process without anyone who would restart it.
+    """Starts a scheduler and 2 workers, each a process without anyone who would restart it.
 
     start(["nice"]) starts the workers by another command.
     """
