@@ -85,7 +85,7 @@ def _table(quote: Any) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 def _beside(quote: Any) -> Iterator[str]:
     """Yield sentences on what the table does not show, where prices are from, and what is left out."""
     num_meeting, first = sum(row.meets for row in quote.rows), quote.rows[0]
-    yield f"{first.steps:,} steps, {first.tokens:,} tokens; {num_meeting} of {len(quote.rows)} rows meet what is asked for"
+    yield f"{first.steps:,} steps, {first.tokens:,} tokens; {num_meeting} of {len(quote.rows)} rows meet the goals"
     if num_meeting > MOST_SHOWN:
         yield f"the {MOST_SHOWN} cheapest of these are shown; --json has all"
     if quote.cannot:

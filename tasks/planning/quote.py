@@ -40,8 +40,8 @@ LIMITS = {
     "launching": "kernel launches",
 }
 LEFT_OUT = (
-    "times are of training steps alone: start-up, compiling, validation, checkpoints, evaluation, export and waiting for "
-    "data come on top, as do storage, traffic and tax; machines can be rented throughout (no spot prices)"
+    "times are of training steps alone: start-up, compiling, validation, checkpoints, evaluation, export and waiting "
+    "for data come on top, as do storage, traffic and tax; machines stay rented throughout (no spot machines)"
 )
 
 
@@ -75,6 +75,9 @@ class HostsPlan(Record):
         axes = "".join(f" {axis} {size}" for axis, size in self.mesh.items() if size > 1)
         idle = "" if self.used_gpus == self.num_gpus else f", {self.num_gpus - self.used_gpus} GPUs idle"
         return f"{self.strategy}{axes}, micro-batch {self.micro_batch}, {self.precision}{idle}"
+
+
+Answer = HostsPlan | str  # a str says why there is no plan
 
 
 class QuoteRow(HostsPlan):
@@ -205,7 +208,7 @@ def _of_fixed_length(config: RunConfig, text: Sequence[TextEstimate]) -> tuple[R
 
 def _plan_all(
     config: RunConfig, offers: Sequence[tuple[Machine, int]], goals: Goals
-) -> tuple[dict[str, HostsPlan | str], list[str]]:
+) -> tuple[dict[str, Answer], list[str]]:
     """Return a plan, or why there is none, by hosts; and the hosts that could not be the answer any more.
 
     The most promising by the rate and price of their GPUs come first. Beyond ALWAYS, hosts are left out if a run at the
@@ -216,7 +219,7 @@ def _plan_all(
         own = math.inf if machine.price_per_hour is None else count * machine.price_per_hour
         prices[machine.text(count)] = min(own, prices.get(machine.text(count), math.inf))
     rates = {hosts: _full_rate(hosts, fp8="fp8" in str(config.parallel.precision)) for hosts in prices}
-    plans: dict[str, HostsPlan | str] = {}
+    plans: dict[str, Answer] = {}
     best: list[tuple[bool, float]] = []
     flops = 0.0
 
@@ -235,8 +238,8 @@ def _plan_all(
                     found = goals.objectives(plan.train_s, plan.train_s / 3600 * prices[hosts])
                     best = [min(pair) for pair in zip(best or found, found, strict=True)]
             pending = pending[size:]
-            if best and not (could := [h for h in pending if any(map(tuple.__lt__, at_best(h), best))]) == pending:
-                pending = could
+            if best:
+                pending = [hosts for hosts in pending if any(map(tuple.__lt__, at_best(hosts), best))]
     return plans, sorted(set(prices) - set(plans))
 
 
@@ -248,9 +251,7 @@ def _full_rate(hosts: str, *, fp8: bool) -> float:
 
 
 @contextmanager
-def _mapped(
-    plan: Callable[[str], HostsPlan | str], *, number: int
-) -> Iterator[Callable[..., Iterable[HostsPlan | str]]]:
+def _mapped(plan: Callable[[str], Answer], *, number: int) -> Iterator[Callable[..., Iterable[Answer]]]:
     """Give what maps `plan` over hosts: in a process for each core, where there is enough to do."""
     cores = min(len(os.sched_getaffinity(0)), number)
     if cores < 2 or number < WORTH_PROCESSES:
@@ -260,7 +261,7 @@ def _mapped(
         yield partial(pool.map, plan)
 
 
-def _plan_on(config: RunConfig, hosts: str) -> HostsPlan | str:
+def _plan_on(config: RunConfig, hosts: str) -> Answer:
     """Return what `plan --hosts` predicts, or why it refuses."""
     inventory = hypothetical_inventory(hosts)
     try:
@@ -338,7 +339,7 @@ def _verdict(
             hosts = math.ceil(in_time.num_hosts * times)
             yield (
                 f"none is done within {deadline}; the nearest is {said(in_time)}, {times:.2f} times as long: it would "
-                f"take --deadline {math.ceil(in_time.train_s / 3600)}h, or {hosts} such hosts if each of them did as much "
+                f"take --deadline {math.ceil(in_time.train_s / 3600)}h, or {hosts} such hosts if each did as much "
                 "(`counts` in the file of machines)"
             )
     if affordable and goals.budget is not None:

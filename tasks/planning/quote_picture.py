@@ -42,15 +42,13 @@ def _draw_machines(axes: Any, rows: list[QuoteRow]) -> None:
         times, costs = zip(*sorted((row.train_s, row.cost) for row in each), strict=True)
         axes.plot(times, costs, color=f"C{place % 10}", linewidth=1, alpha=0.6)
         sizes = [22 + 9 * row.num_gpus**0.5 for row in sorted(each, key=lambda row: row.train_s)]
-        style = {
-            "color": f"C{place % 10}",
-            "marker": MARKERS[place // 10 % len(MARKERS)],
-            "alpha": 0.75,
-            "linewidths": 0,
-        }
-        axes.scatter(times, costs, s=sizes, **style)
+        axes.scatter(times, costs, s=sizes, alpha=0.75, linewidths=0, **_style(place))
     for place, kind in enumerate(kinds):
-        axes.scatter([], [], color=f"C{place % 10}", marker=MARKERS[place // 10 % len(MARKERS)], label=kind)
+        axes.scatter([], [], label=kind, **_style(place))
+
+
+def _style(place: int) -> dict[str, str]:
+    return {"color": f"C{place % 10}", "marker": MARKERS[place // 10 % len(MARKERS)]}
 
 
 def _kind(row: QuoteRow) -> str:
