@@ -23,6 +23,7 @@ def draw_quote(path: Path, quote: Quote) -> None:
     rows = [row for row in quote.rows if row.cost]
     figure = Figure(figsize=(13, 7.5), layout="constrained")
     axes = figure.subplots()
+    axes.set(xscale="log", yscale="log")
     _draw_machines(axes, rows)
     _draw_front(axes, rows, [row for row in (quote.cheapest, quote.fastest) if row])
     _draw_goals(axes, quote)
@@ -80,12 +81,14 @@ def _name(axes: Any, row: QuoteRow, *, size: float) -> None:
 
 def _draw_goals(axes: Any, quote: Quote) -> None:
     """Lines for the deadline and the budget; what meets both lies in the tinted corner."""
-    for value, draw, words in (
-        (quote.deadline_s, axes.axvline, "deadline"),
-        (quote.budget, axes.axhline, "budget"),
-    ):
-        if value is not None:
-            draw(value, color=GREY, linestyle="--", linewidth=1.2, label=f"{words}")
+    line, near = {"color": GREY, "linestyle": "--", "linewidth": 1.2}, {"textcoords": "offset points", "color": GREY}
+    if quote.deadline_s:
+        axes.axvline(quote.deadline_s, **line)
+        at = (quote.deadline_s, 1)
+        axes.annotate("deadline", at, xycoords=("data", "axes fraction"), xytext=(4, -4), va="top", rotation=90, **near)
+    if quote.budget:
+        axes.axhline(quote.budget, **line)
+        axes.annotate("budget", (0, quote.budget), xycoords=("axes fraction", "data"), xytext=(6, 4), **near)
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     axes.fill_between([left, quote.deadline_s or right], low, quote.budget or high, color=MEETS, zorder=0)
     axes.set_xlim(left, right)
@@ -95,7 +98,6 @@ def _draw_goals(axes: Any, quote: Quote) -> None:
 def _style_axes(axes: Any, quote: Quote, rows: list[QuoteRow]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axes.set(xscale="log", yscale="log")
     low, high = axes.get_xlim()
     ticks = [tick for tick in TICKS_S if low <= tick <= high]
     axes.set_xticks(ticks, [format_duration(tick) for tick in ticks])
