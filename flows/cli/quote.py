@@ -92,7 +92,7 @@ def _beside(quote: Any) -> Iterator[str]:
         hosts, why = next(iter(quote.cannot.items()))
         yield f"{len(quote.cannot)} cannot train it, such as {hosts}: {why}"
     if quote.not_planned:
-        yield f"{len(quote.not_planned)} are no better even at the full rate of their matrix products, so not planned"
+        yield f"{len(quote.not_planned)} are no better even at the full rate of their GPUs, so they were not planned"
     yield f"prices: {', '.join(quote.price_sources)}"
     yield from quote.notes
     yield f"cost against time: {quote.picture}"

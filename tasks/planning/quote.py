@@ -48,10 +48,11 @@ LEFT_OUT = (
 class HostsPlan(Record):
     """What the plan for some hosts predicts. `hosts`: as `plan --hosts` takes them; ranges as the plan's of a step.
 
-    `limited_by`: the largest share of a step's time, `limited_share`: that share.
+    `limited_by`: what takes most of a step, `limited_share`: its share; `compute_share`: that of products and attention.
     """
 
     hosts: str
+    gpu: str
     num_gpus: int
     used_gpus: int
     strategy: str
@@ -68,6 +69,7 @@ class HostsPlan(Record):
     usable_gib: float
     limited_by: str
     limited_share: float
+    compute_share: float
 
     @property
     def layout(self) -> str:
@@ -103,7 +105,8 @@ class Quote(Record):
     """The answer of `shardline quote`, the rows by cost.
 
     `cheapest` meets the deadline, `fastest` the budget. `cannot`: hosts and why no plan is possible on them.
-    `not_planned`: hosts that even at the full rate of their GPUs' matrix products are no better than those.
+    `not_planned`: hosts that are no better than these even at their best: at the full rate of their GPUs' matrix
+    products, and computing no faster than other hosts of the same GPUs.
     """
 
     config: str
@@ -211,23 +214,25 @@ def _plan_all(
 ) -> tuple[dict[str, Answer], list[str]]:
     """Return a plan, or why there is none, by hosts; and the hosts that could not be the answer any more.
 
-    The most promising by the rate and price of their GPUs come first. Beyond ALWAYS, hosts are left out if a run at the
-    full rate of matrix products were still no better than what is found.
+    The most promising by the rate and price of their GPUs come first. Beyond ALWAYS, hosts are left out that at their
+    best would still be no better than what is found.
     """
     prices: dict[str, float] = {}
     for machine, count in offers:
         own = math.inf if machine.price_per_hour is None else count * machine.price_per_hour
         prices[machine.text(count)] = min(own, prices.get(machine.text(count), math.inf))
-    rates = {hosts: _full_rate(hosts, fp8="fp8" in str(config.parallel.precision)) for hosts in prices}
+    gpus = {hosts: _gpus(hosts, fp8="fp8" in str(config.parallel.precision)) for hosts in prices}
     plans: dict[str, Answer] = {}
     best: list[tuple[bool, float]] = []
+    fewest_s: dict[str, float] = {}  # that one GPU of a kind would need to compute all steps, as planned so far
     flops = 0.0
 
     def at_best(hosts: str) -> list[tuple[bool, float]]:
-        seconds = flops / rates[hosts]
+        gpu, number, rate = gpus[hosts]
+        seconds = max(flops / rate, fewest_s.get(gpu, 0.0)) / number
         return goals.objectives(seconds, seconds / 3600 * prices[hosts])
 
-    pending = sorted(prices, key=lambda hosts: prices[hosts] / rates[hosts])
+    pending = sorted(prices, key=lambda hosts: prices[hosts] / gpus[hosts][1] / gpus[hosts][2])
     with _mapped(partial(_plan_on, config), number=len(pending)) as plan_each:
         while pending:
             size = AT_A_TIME if plans else ALWAYS
@@ -235,6 +240,8 @@ def _plan_all(
                 plans[hosts] = plan
                 if isinstance(plan, HostsPlan):
                     flops = plan.flops_per_token * plan.tokens
+                    computing_s = plan.compute_share * plan.train_s * plan.used_gpus
+                    fewest_s[plan.gpu] = min(computing_s, fewest_s.get(plan.gpu, math.inf))
                     found = goals.objectives(plan.train_s, plan.train_s / 3600 * prices[hosts])
                     best = [min(pair) for pair in zip(best or found, found, strict=True)]
             pending = pending[size:]
@@ -243,11 +250,12 @@ def _plan_all(
     return plans, sorted(set(prices) - set(plans))
 
 
-def _full_rate(hosts: str, *, fp8: bool) -> float:
-    """Return the FLOP/s of all devices of the hosts in large matrix products, in their fastest precision."""
-    devices = [device for host in hypothetical_inventory(hosts).hosts for device in host.devices]
-    rates = {rate for name, rate in devices[0].matmul_tflops.items() if fp8 or name != "fp8"}
-    return 1e12 * len(devices) * max(rates)
+def _gpus(hosts: str, *, fp8: bool) -> tuple[str, int, float]:
+    """Return the GPU's name, their number, and the FLOP/s of one in large matrix products, in its fastest precision."""
+    inventory = hypothetical_inventory(hosts)
+    device = inventory.hosts[0].devices[0]
+    rate = max(tflops for precision, tflops in device.matmul_tflops.items() if fp8 or precision != "fp8")
+    return device.name, inventory.num_devices, 1e12 * rate
 
 
 @contextmanager
@@ -276,6 +284,7 @@ def _plan_on(config: RunConfig, hosts: str) -> Answer:
     least, most = (ms / 1000 * plan.steps for ms in predicted.step_range_ms)
     return HostsPlan(
         hosts=hosts,
+        gpu=inventory.hosts[0].devices[0].name,
         num_gpus=inventory.num_devices,
         used_gpus=plan.world_size,
         strategy=plan.strategy,
@@ -292,6 +301,7 @@ def _plan_on(config: RunConfig, hosts: str) -> Answer:
         usable_gib=chosen.usable_gib,
         limited_by=limit,
         limited_share=by_limit[limit] / sum(by_limit.values()),
+        compute_share=by_limit["compute"] / sum(by_limit.values()),
     )
 
 

@@ -37,9 +37,9 @@ def _draw_machines(axes: Any, rows: list[QuoteRow]) -> None:
     by_machine: dict[str, list[QuoteRow]] = defaultdict(list)
     for row in rows:
         by_machine[row.machine].append(row)
-    kinds = sorted({_kind(row) for row in rows})
+    kinds = sorted({row.gpu for row in rows})
     for each in by_machine.values():
-        place = kinds.index(_kind(each[0]))
+        place = kinds.index(each[0].gpu)
         times, costs = zip(*sorted((row.train_s, row.cost) for row in each), strict=True)
         axes.plot(times, costs, color=f"C{place % 10}", linewidth=1, alpha=0.6)
         sizes = [22 + 9 * row.num_gpus**0.5 for row in sorted(each, key=lambda row: row.train_s)]
@@ -50,10 +50,6 @@ def _draw_machines(axes: Any, rows: list[QuoteRow]) -> None:
 
 def _style(place: int) -> dict[str, str]:
     return {"color": f"C{place % 10}", "marker": MARKERS[place // 10 % len(MARKERS)]}
-
-
-def _kind(row: QuoteRow) -> str:
-    return row.hosts.split("x", 2)[2].partition(",")[0]
 
 
 def _draw_front(axes: Any, rows: list[QuoteRow], chosen: list[QuoteRow]) -> None:
