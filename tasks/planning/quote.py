@@ -26,7 +26,7 @@ from training.records.words import format_duration
 from training.shards.packing import Epoch
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
-ALWAYS = 64  # inventories that are planned in any case; beyond these, only those that could still be the answer
+ALWAYS = 48  # inventories that are planned in any case; beyond these, only those that could still be the answer
 AT_A_TIME = 16  # planned before the next look at which others could be
 WORTH_PROCESSES = 8  # plans of about 0.1 s each, for which other processes are started
 LIMITS = {
@@ -48,7 +48,7 @@ LEFT_OUT = (
 class HostsPlan(Record):
     """What the plan for some hosts predicts. `hosts`: as `plan --hosts` takes them; ranges as the plan's of a step.
 
-    `limited_by`: what takes most of a step, `limited_share`: its share; `compute_share`: that of products and attention.
+    `limited_by`: what takes most of a step; `limited_share`: its share; `compute_share`: of products and attention.
     """
 
     hosts: str

@@ -56,7 +56,7 @@ def test_a_row_is_the_plan_for_its_hosts(quoted: Quote) -> None:
             assert row.cost == pytest.approx(per_hour * plan.predicted.train_s / 3600)
 
 
-@pytest.mark.parametrize("always", [64, 1])
+@pytest.mark.parametrize("always", [48, 1])
 def test_the_marked_rows_are_the_best_of_all(always: int, quoted: Quote, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where hosts that cannot be the answer are not planned."""
     monkeypatch.setattr(quoting, "ALWAYS", always)
