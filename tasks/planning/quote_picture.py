@@ -53,12 +53,13 @@ def _style(place: int) -> dict[str, str]:
 
 
 def _draw_front(axes: Any, rows: list[QuoteRow], chosen: list[QuoteRow]) -> None:
-    """Name the rows that none beats in both time and cost, and mark the chosen ones, with their likely ranges."""
-    fastest = float("inf")
+    """Mark the chosen rows, and name machines, once each, of which a row is beaten by none in both time and cost."""
+    fastest, named = float("inf"), {row.machine for row in chosen}
     for row in rows:  # by cost
         if row in chosen:
             _mark(axes, row)
-        elif row.train_s < fastest:
+        elif row.train_s < fastest and row.machine not in named:
+            named.add(row.machine)
             _name(axes, row, size=8.5)
         fastest = min(fastest, row.train_s)
 
@@ -71,8 +72,10 @@ def _mark(axes: Any, row: QuoteRow) -> None:
 
 
 def _name(axes: Any, row: QuoteRow, *, size: float) -> None:
-    at, shift = (row.train_s, row.cost), {"xytext": (-6, -6), "textcoords": "offset points"}
-    axes.annotate(row.name, at, **shift, fontsize=size, ha="right", va="top", zorder=6)
+    """Write the name below the point, on its side where there is more room."""
+    is_left = axes.transAxes.inverted().transform(axes.transData.transform((row.train_s, row.cost)))[0] < 0.5
+    shift = {"xytext": (8 if is_left else -8, -8), "textcoords": "offset points", "ha": "left" if is_left else "right"}
+    axes.annotate(row.name, (row.train_s, row.cost), **shift, fontsize=size, va="top", zorder=6)
 
 
 def _draw_goals(axes: Any, quote: Quote) -> None:
