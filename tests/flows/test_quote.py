@@ -17,7 +17,6 @@ from tasks.planning.machines import EXAMPLE, Machines, read_machines
 from tasks.planning.plan import plan_run
 from tasks.planning.quote import Goals, Quote, make_quote, read_deadline
 from training.config.run import RunConfig
-from training.planner.gpu_catalog import known_gpus
 from training.planner.hypothetical_hosts import hypothetical_inventory
 
 H100 = {"name": "h100", "hosts": "8xH100-80GB-SXM,400Gb", "price_per_hour": 30, "source": "s", "date": "2026-11-01"}
@@ -115,10 +114,9 @@ def test_json_is_one_object_and_the_picture_is_there(
     assert answer["picture"] in shown.replace("\n", "")
 
 
-def test_the_example_is_dated_and_of_known_gpus() -> None:
+def test_the_example_is_read_and_dated() -> None:
     example = read_machines(EXAMPLE)
     assert all(each.price_per_hour and each.date and "." in each.source for each in example.machines)
-    assert {each.hosts.split("x", 1)[1].partition(",")[0] for each in example.machines} <= {*known_gpus()}
 
 
 def test_deadlines() -> None:
