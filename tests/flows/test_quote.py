@@ -16,6 +16,7 @@ from tasks.planning import quote as quoting
 from tasks.planning.machines import EXAMPLE, Machines, read_machines
 from tasks.planning.plan import plan_run
 from tasks.planning.quote import Goals, Quote, make_quote, read_deadline
+from tasks.planning.text import TextEstimate
 from training.config.run import RunConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
 
@@ -85,6 +86,19 @@ def test_what_the_nearest_would_take_is_enough(quoted: Quote) -> None:
     assert nearest.name in missed.verdict[0]
     met = make_quote(small(), Machines.model_validate(MACHINES), Goals(3600.0 * hours, None))
     assert met.cheapest is not None
+
+
+def test_epochs_count_where_the_text_is_known() -> None:
+    config = small()
+    config = config.model_copy(update={"train": config.train.model_copy(update={"max_epochs": 2.0})})
+    one = Machines.model_validate(MACHINES | {"machines": [H100 | {"counts": [1]}]})
+    sizes = {"files": 1, "file_bytes": 1, "documents": 1, "text_bytes": 1, "sample_bytes": 1, "tokens": 1_200_000}
+    text = TextEstimate("my texts", **sizes, train_tokens=1_000_000, is_counted=True, left_out=(), hints=())
+    batch_tokens = config.train.global_batch * config.train.context
+    assert make_quote(config, one, Goals(1e9, None), text=[text]).rows[0].steps == 2_000_000 // batch_tokens
+    unknown = make_quote(config, one, Goals(1e9, None))
+    assert unknown.rows[0].steps == config.train.steps
+    assert "train.max_epochs is left out: how much text there is, is not known here" in unknown.notes
 
 
 def test_prices_that_are_missing_or_old_are_said() -> None:
