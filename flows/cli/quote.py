@@ -28,7 +28,6 @@ def add_quote_command(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _quote(options: argparse.Namespace) -> None:
     from flows.presets import load_config
-    from tasks.data.estimate import estimate_text
     from tasks.planning.machines import EXAMPLE, read_machines
     from tasks.planning.quote import Goals, make_quote, read_deadline
     from tasks.planning.quote_picture import draw_quote
@@ -37,9 +36,7 @@ def _quote(options: argparse.Namespace) -> None:
     goals = Goals(None if options.deadline is None else read_deadline(options.deadline), options.budget)
     config = load_config(options.preset, options.overrides)
     machines = read_machines(options.machines or EXAMPLE)
-    has_text = bool(config.data.path or config.data.sources)
-    text = estimate_text(config) if config.train.max_epochs and has_text else []
-    quote = make_quote(config, machines, goals, text=text)
+    quote = make_quote(config, machines, goals, text=_text(config))
     picture = home() / "quotes" / f"{config.name}.png"
     draw_quote(picture, quote)
     quote = quote.model_copy(update={"picture": str(picture)})
@@ -49,6 +46,15 @@ def _quote(options: argparse.Namespace) -> None:
     print_table(*_table(quote))
     for line in (*quote.verdict, *_beside(quote)):
         print(f"- {line}")
+
+
+def _text(config: Any) -> Any:
+    """Return estimates of the corpus, if its size decides about the number of steps; it is imported only then."""
+    if not config.train.max_epochs or not (config.data.path or config.data.sources):
+        return []
+    from tasks.data.estimate import estimate_text
+
+    return estimate_text(config)
 
 
 def _table(quote: Any) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
