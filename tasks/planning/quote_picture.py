@@ -74,7 +74,11 @@ def _mark(axes: Any, row: QuoteRow) -> None:
 def _name(axes: Any, row: QuoteRow, *, size: float) -> None:
     """Write the name below the point, on its side where there is more room."""
     is_left = axes.transAxes.inverted().transform(axes.transData.transform((row.train_s, row.cost)))[0] < 0.5
-    shift = {"xytext": (8 if is_left else -8, -8), "textcoords": "offset points", "ha": "left" if is_left else "right"}
+    shift = {
+        "xytext": (8 if is_left else -8, -1.2 * size),
+        "textcoords": "offset points",
+        "ha": "left" if is_left else "right",
+    }
     axes.annotate(row.name, (row.train_s, row.cost), **shift, fontsize=size, va="top", zorder=6)
 
 
@@ -104,7 +108,9 @@ def _style_axes(axes: Any, quote: Quote, rows: list[QuoteRow]) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("time of all steps")
+    axes.set_xlabel(
+        "time of all steps (larger: more GPUs; stars: cheapest in time, fastest in budget, with likely ranges)"
+    )
     axes.set_ylabel(f"cost, {quote.currency}")
     goals = [f"within {format_duration(quote.deadline_s)}"] if quote.deadline_s else []
     goals += [f"for {format_money(quote.budget, quote.currency)}"] if quote.budget else []
