@@ -109,7 +109,7 @@ def _style_axes(axes: Any, quote: Quote, rows: list[QuoteRow]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(
-        "time of all steps (larger: more GPUs; stars: cheapest in time, fastest in budget, with likely ranges)"
+        "time of all steps (larger: more GPUs; stars: cheapest in time, fastest in budget, and likely ranges)"
     )
     axes.set_ylabel(f"cost, {quote.currency}")
     goals = [f"within {format_duration(quote.deadline_s)}"] if quote.deadline_s else []

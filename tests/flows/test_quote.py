@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +22,7 @@ from training.config.run import RunConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
 
 H100 = {"name": "h100", "hosts": "8xH100-80GB-SXM,400Gb", "price_per_hour": 30, "source": "s", "date": "2026-11-01"}
-MACHINES = {
+MACHINES: dict[str, Any] = {
     "currency": "EUR",
     "machines": [
         H100 | {"counts": [1, 2]},
@@ -162,6 +163,7 @@ def test_what_cannot_be_used_is_refused(
 ) -> None:
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "runs"))
     file = tmp_path / "machines.yaml"
-    file.write_text(yaml.safe_dump(MACHINES | {"machines": [H100 | machine, *MACHINES["machines"][1:]]}))  # type: ignore[index]
+    changed = [H100 | machine, *MACHINES["machines"][1:]]
+    file.write_text(yaml.safe_dump(MACHINES | {"machines": changed}))
     assert main(["quote", "quickstart", *words, "--machines", str(file)]) == 2
     assert said in capsys.readouterr().err
