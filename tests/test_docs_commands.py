@@ -58,9 +58,9 @@ def check_command(words: list[str], *, exit_code: str) -> None:
     options = parse_command(words)
     overrides = [text.replace("…", "X") for text in getattr(options, "overrides", [])]
     command = words[0]
-    if command in ("pretrain", "plan", "compare") and options.preset in presets():
+    if command in ("pretrain", "plan", "quote", "compare") and options.preset in presets():
         load_config(options.preset, overrides)
-    elif command in ("pretrain", "plan", "compare", "promote", "resume"):  # of a file, a version, a run
+    elif command in ("pretrain", "plan", "quote", "compare", "promote", "resume"):  # of a file, a version, a run
         with_overrides({}, overrides)
     elif command in ("serve", "generate"):
         serve_config([text for text in overrides if "=" in text])

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from flows.cli.models import add_model_commands
 from flows.cli.operations import add_operation_commands
 from flows.cli.promotion import add_promotion_commands
+from flows.cli.quote import add_quote_command
 from flows.cli.runs import add_run_commands
 from flows.cli.servers import add_server_commands
 from tasks.display.suggestion import did_you_mean
@@ -123,6 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
         return added
 
     add_run_commands(command)
+    add_quote_command(command)
     add_operation_commands(command, commands)
     add_server_commands(command)
     add_model_commands(command)

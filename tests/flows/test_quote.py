@@ -1,0 +1,169 @@
+"""`shardline quote`: rows are plans, the choice is the best of them, and what cannot be used is refused."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows.cli.command import main
+from flows.presets import load_config
+from tasks.planning import quote as quoting
+from tasks.planning.machines import EXAMPLE, Machines, read_machines
+from tasks.planning.plan import plan_run
+from tasks.planning.quote import Goals, Quote, make_quote, read_deadline
+from tasks.planning.text import TextEstimate
+from training.config.run import RunConfig
+from training.planner.hypothetical_hosts import hypothetical_inventory
+
+H100 = {"name": "h100", "hosts": "8xH100-80GB-SXM,400Gb", "price_per_hour": 30, "source": "s", "date": "2026-11-01"}
+MACHINES: dict[str, Any] = {
+    "currency": "EUR",
+    "machines": [
+        H100 | {"counts": [1, 2]},
+        {"name": "a10", "hosts": "1xA10", "price_per_hour": 0.6},
+        {"name": "4090", "hosts": "1xRTX-4090", "price_per_hour": 0.3, "date": "2026-11-01"},
+        {"name": "unpriced", "hosts": "1xL4"},
+    ],
+}
+
+
+def small() -> RunConfig:
+    return load_config("quickstart", ["train.steps=100000", "train.micro_batch=2", "model.width=256"])
+
+
+@pytest.fixture(scope="module")
+def quoted() -> Quote:
+    return make_quote(small(), Machines.model_validate(MACHINES), Goals(1e9, 1e9))
+
+
+def test_a_row_is_the_plan_for_its_hosts(quoted: Quote) -> None:
+    config = small()
+    config = config.model_copy(update={"train": config.train.model_copy(update={"target_minutes": 0.0})})
+    assert [row.machine for row in quoted.rows].count("h100") == 2
+    for row in quoted.rows:
+        plan = plan_run(config, inventory=hypothetical_inventory(row.hosts))
+        assert (row.train_s, row.tokens_per_s) == (plan.predicted.train_s, plan.predicted.tokens_per_s)
+        assert (row.strategy, row.mesh, row.steps) == (plan.strategy, plan.mesh, plan.steps)
+        assert row.train_range_s == pytest.approx([ms * plan.steps / 1000 for ms in plan.predicted.step_range_ms])
+        assert row.memory_gib == pytest.approx(sum(plan.predicted.memory_gib.values()), rel=0.05)
+        if row.cost is not None:
+            per_hour = {"h100": 30, "a10": 0.6, "4090": 0.3}[row.machine] * row.num_hosts
+            assert row.cost == pytest.approx(per_hour * plan.predicted.train_s / 3600)
+
+
+@pytest.mark.parametrize("always", [48, 1])
+def test_the_marked_rows_are_the_best_of_all(always: int, quoted: Quote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where hosts that cannot be the answer are not planned."""
+    monkeypatch.setattr(quoting, "ALWAYS", always)
+    monkeypatch.setattr(quoting, "AT_A_TIME", 1)
+    priced = [row for row in quoted.rows if row.cost is not None]
+    times, costs = sorted(row.train_s for row in priced), sorted(row.cost or 0 for row in priced)
+    for deadline_s in (0.5 * times[0], 1.01 * times[0], 1.01 * times[-1]):
+        for budget in (0.5 * costs[0], 1.01 * costs[0], 1.01 * costs[-1]):
+            found = make_quote(small(), Machines.model_validate(MACHINES), Goals(deadline_s, budget))
+            in_time = min((r.cost or 0 for r in priced if r.train_s <= deadline_s), default=None)
+            affordable = min((r.train_s for r in priced if (r.cost or 0) <= budget), default=None)
+            assert (found.cheapest and found.cheapest.cost) == in_time
+            assert (found.fastest and found.fastest.train_s) == affordable
+            said = " ".join(found.verdict)
+            assert ("none is done within" in said) == (in_time is None)
+            assert ("none costs at most" in said) == (affordable is None)
+            both = any(row.meets for row in found.rows)
+            assert ("none meets both" in said) != both
+
+
+def test_what_the_nearest_would_take_is_enough(quoted: Quote) -> None:
+    nearest = min(quoted.rows, key=lambda row: row.train_s)
+    hours = math.ceil(nearest.train_s / 3600)
+    missed = make_quote(small(), Machines.model_validate(MACHINES), Goals(0.9 * nearest.train_s, None))
+    assert missed.cheapest is None
+    assert f"--deadline {hours}h" in missed.verdict[0]
+    assert nearest.name in missed.verdict[0]
+    met = make_quote(small(), Machines.model_validate(MACHINES), Goals(3600.0 * hours, None))
+    assert met.cheapest is not None
+
+
+def test_epochs_count_where_the_text_is_known() -> None:
+    config = small()
+    config = config.model_copy(update={"train": config.train.model_copy(update={"max_epochs": 2.0})})
+    one = Machines.model_validate(MACHINES | {"machines": [H100 | {"counts": [1]}]})
+    sizes = {"files": 1, "file_bytes": 1, "documents": 1, "text_bytes": 1, "sample_bytes": 1, "tokens": 1_200_000}
+    text = TextEstimate("my texts", **sizes, train_tokens=1_000_000, is_counted=True, left_out=(), hints=())
+    batch_tokens = config.train.global_batch * config.train.context
+    assert make_quote(config, one, Goals(1e9, None), text=[text]).rows[0].steps == 2_000_000 // batch_tokens
+    unknown = make_quote(config, one, Goals(1e9, None))
+    assert unknown.rows[0].steps == config.train.steps
+    assert "train.max_epochs is left out: how much text there is, is not known here" in unknown.notes
+
+
+def test_prices_that_are_missing_or_old_are_said() -> None:
+    said = "\n".join(Machines.model_validate(MACHINES).warnings(datetime.date(2027, 6, 1)))
+    assert "no price_per_hour, so no cost: unpriced" in said
+    assert "without a date, so they may be old: a10" in said
+    assert "older than 90 days (up to 212), look them up again: h100, 4090" in said
+
+
+def test_json_is_one_object_and_the_picture_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "runs"))
+    file = tmp_path / "machines.yaml"
+    file.write_text(yaml.safe_dump(MACHINES))
+    words = ["quote", "quickstart", "train.steps=1000", "--deadline", "12h", "--machines", str(file)]
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["cheapest"] in answer["rows"]
+    assert (answer["currency"], answer["fastest"], answer["deadline_s"]) == ("EUR", None, 43_200)
+    assert {row["steps"] for row in answer["rows"]} == {1000}, "the deadline takes the place of train.target_minutes"
+    assert Path(answer["picture"]).read_bytes().startswith(b"\x89PNG")
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert answer["cheapest"]["hosts"] in shown
+    assert "s (2026-11-01)" in shown
+    assert answer["picture"] in shown.replace("\n", "")
+
+
+def test_the_example_is_read_and_dated() -> None:
+    example = read_machines(EXAMPLE)
+    assert all(each.price_per_hour and each.date and "." in each.source for each in example.machines)
+
+
+def test_deadlines() -> None:
+    assert [read_deadline(text) for text in ("7d", "12h", "90m", "1.5 d")] == [604_800, 43_200, 5400, 129_600]
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "said"),
+    [
+        (["--deadline", "7 parsecs"], {}, "--deadline 7 parsecs: write days, hours or minutes"),
+        (["--deadline", "0d"], {}, "--deadline 0d"),
+        (["--budget", "-5"], {}, "--budget -5: give an amount above 0"),
+        ([], {}, "--deadline 7d"),
+        (["--deadline", "7d"], {"hosts": "8xH1000"}, "h100: no GPU named 'H1000' is known; did you mean"),
+        (["--deadline", "7d"], {"hosts": "8xH100-80GB-SXM", "counts": [2]}, "h100: 2x8xH100-80GB-SXM: 2 hosts need"),
+        (["--deadline", "7d"], {"counts": [0]}, "h100: '0x8xH100-80GB-SXM,400Gb' has no hosts"),
+        (["--deadline", "7d"], {"price_per_hour": -1}, "machines.1.price_per_hour: Input should be greater than"),
+        (["--deadline", "7d"], {"price": 3}, "machines.1.price: Extra inputs are not permitted"),
+        (["--deadline", "7d"], {"name": "4090"}, "4090 is there more than once"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    words: list[str],
+    machine: dict[str, object],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "runs"))
+    file = tmp_path / "machines.yaml"
+    changed = [H100 | machine, *MACHINES["machines"][1:]]
+    file.write_text(yaml.safe_dump(MACHINES | {"machines": changed}))
+    assert main(["quote", "quickstart", *words, "--machines", str(file)]) == 2
+    assert said in capsys.readouterr().err
