@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from training.config.section import Section
+
+MOST_STEPS = 2**53
+
+
+class BatchGrowthConfig(Section):
+    """A larger global batch from some number of trained tokens on."""
+
+    tokens: int = Field(ge=1, description="Tokens of training text before the first step of this size.")
+    global_batch: int = Field(
+        ge=1,
+        le=1_000_000,
+        description="Sequences in one optimizer step from there on, a multiple of train.global_batch.",
+    )
 
 
 class TrainConfig(Section):
@@ -37,6 +53,12 @@ class TrainConfig(Section):
     context: int = Field(256, ge=8, le=1_000_000, description="Number of tokens in a sequence.")
     global_batch: int = Field(
         16, ge=1, le=1_000_000, description="Number of sequences in one optimizer step, over all ranks."
+    )
+    batch_schedule: tuple[BatchGrowthConfig, ...] = Field(
+        (),
+        description="Larger batches later in training (McCandlish et al. 2018), e.g. [{tokens: 1000000, global_batch: "
+        "32}, {tokens: 4000000, global_batch: 64}]: ranks accumulate more micro-batches in a step, whose size stays. "
+        "Empty means train.global_batch in all steps.",
     )
     micro_batch: int = Field(
         0,
@@ -174,8 +196,74 @@ class TrainConfig(Section):
                 f"train.micro_batch = {self.micro_batch} exceeds train.global_batch = {self.global_batch}: "
                 "lower train.micro_batch or set it to 0"
             )
+        self._check_batch_schedule()
         check_schedule(self, steps=self.steps)
         return self
+
+    def _check_batch_schedule(self) -> None:
+        before = 0
+        for growth in self.batch_schedule:
+            if growth.global_batch % self.global_batch:
+                near = max(1, round(growth.global_batch / self.global_batch)) * self.global_batch
+                raise ValueError(
+                    f"train.batch_schedule: {growth.global_batch} sequences are no multiple of train.global_batch = "
+                    f"{self.global_batch}, whose micro-batches a larger step repeats: give {near}, or change "
+                    "train.global_batch"
+                )
+            if growth.tokens <= before:
+                raise ValueError(
+                    f"train.batch_schedule: {growth.global_batch} sequences from {growth.tokens:,} tokens on follow a "
+                    f"size from {before:,} tokens on: put them in the order of their tokens"
+                )
+            before = growth.tokens
+
+    @property
+    def most_accumulated(self) -> int:
+        """The sequences of the largest step, in units of global_batch: so many times more micro-batches it has."""
+        return max([self.global_batch, *(growth.global_batch for growth in self.batch_schedule)]) // self.global_batch
+
+
+class BatchPhase(NamedTuple):
+    """The sequences of a step, over all ranks, from this step (counted from 0) to the next phase."""
+
+    first_step: int
+    global_batch: int
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a run's steps. The first phase begins at step 0; a phase may have no step."""
+
+    phases: tuple[BatchPhase, ...]
+
+    @classmethod
+    def of(cls, train: TrainConfig, *, sequence_tokens: float) -> Batches:
+        """Return the batches by train.batch_schedule, for sequences of so many tokens on average."""
+        batches = cls((BatchPhase(0, train.global_batch),))
+        for growth in train.batch_schedule:
+            first_step = batches.steps_for(math.ceil(growth.tokens / sequence_tokens))
+            batches = cls((*batches.phases, BatchPhase(first_step, growth.global_batch)))
+        return batches
+
+    def total(self, steps: int, of: Callable[[int], float]) -> float:
+        """Return the sum, over the first `steps` steps, of what `of` returns for the sequences of a step."""
+        ends = (*(phase.first_step for phase in self.phases[1:]), steps)
+        return sum(
+            of(phase.global_batch) * max(0, min(end, steps) - phase.first_step)
+            for phase, end in zip(self.phases, ends, strict=True)
+        )
+
+    def sequences_before(self, step: int) -> int:
+        """Return the sequences of all steps before `step` (counted from 0)."""
+        return int(self.total(step, lambda global_batch: global_batch))
+
+    def size(self, step: int) -> int:
+        """Return the sequences of `step` (counted from 0)."""
+        return self.sequences_before(step + 1) - self.sequences_before(step)
+
+    def steps_for(self, sequences: int) -> int:
+        """Return the fewest steps that take so many sequences; a batch is whole, so they may take more."""
+        return bisect.bisect_left(range(MOST_STEPS), sequences, key=self.sequences_before)
 
 
 def learning_rate(step: int, train: TrainConfig, *, steps: int) -> float:
