@@ -164,6 +164,7 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
     rows = [
         ("perplexity", f"{report.perplexity:,.1f}"),
         ("measured on", f"{report.tokens:,} held-out tokens"),
+        ("weights", report.describe_weights),
         ("export", f"{'within' if parity.passed else '**out of**'} the bounds: {parity.in_words}"),
         ("formats", run.export.formats),
         ("left out", escape_markdown(run.export.left_out)[:LEFT_OUT_CHARS]),
@@ -173,8 +174,7 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
         ),
         (
             "training",
-            f"{steps} of {train.global_batch:,} x {train.context:,} tokens, seed {train.seed}, "
-            f"{plan.describe_precision}",
+            f"{steps} of {_sizes(plan)} x {train.context:,} tokens, seed {train.seed}, {plan.describe_precision}",
         ),
         (
             "corpus",
@@ -209,6 +209,12 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
         ]
         lines += _rest(len(report.tasks))
     return "\n".join(lines)
+
+
+def _sizes(plan: RunPlan) -> str:
+    """`16`, or `16 to 64` where train.batch_schedule lets the batch grow."""
+    first, last = (plan.batches.size(step) for step in (0, plan.steps - 1))
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 def _rest(num_rows: int) -> list[str]:

@@ -69,6 +69,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.on_spike", "exact", "what was skipped or left out stays so"),
     ("train.spike_window_steps", "exact", "no step is judged until the longer window is full"),
     ("train.spike_*", "exact", "what was skipped or left out stays so"),
+    ("train.average*", "exact", "of the checkpoints that are there"),
     ("train.log_every_steps", "exact", ""),
     # the definition of a step
     ("train.context", "breaks", OTHER_TEXT),

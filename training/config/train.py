@@ -184,6 +184,25 @@ class TrainConfig(Section):
         le=10_000,
         description="Number of recent updates that a step is compared with; no step is judged before so many.",
     )
+    average: Literal["none", "mean", "ema"] = Field(
+        "none",
+        description="Weights that are evaluated, and may be exported (export.weights), beside the last ones. mean: the "
+        "mean of the last train.average_checkpoints checkpoints, which are kept for it. ema: their exponential moving "
+        "average. none: only the last weights.",
+    )
+    average_checkpoints: int = Field(
+        5,
+        ge=2,
+        le=1000,
+        description="Number of checkpoints that train.average takes: the last one, and those before it at multiples of "
+        "checkpoint.every_steps.",
+    )
+    average_decay: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="With train.average=ema, the weight of the average so far when the next checkpoint joins it.",
+    )
     log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
     seed: int = Field(
         1337, ge=0, le=2**32 - 1, description="Seed of the initial weights, the order of the data, dropout and masks."
@@ -216,6 +235,18 @@ class TrainConfig(Section):
                     f"size from {before:,} tokens on: put them in the order of their tokens"
                 )
             before = growth.tokens
+
+    @property
+    def num_averaged(self) -> int:
+        """The number of checkpoints whose weights are averaged; 0: none."""
+        return 0 if self.average == "none" else self.average_checkpoints
+
+    def average_shares(self, number: int) -> list[float]:
+        """Return the shares of so many checkpoints in the average, the oldest first; they sum to 1."""
+        if self.average == "mean":
+            return [1 / number] * number
+        decay = self.average_decay
+        return [(1 - decay if place else 1.0) * decay ** (number - 1 - place) for place in range(number)]
 
     @property
     def most_accumulated(self) -> int:

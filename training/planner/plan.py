@@ -82,7 +82,7 @@ def make_plan(
     assumed = _assumptions(config, shards, inventory, steps=run.steps, compiled=compiled)
     why_fp8 = _why_fp8(shape) if "fp8" in split.precisions else []
     why_steps, why_losses = [f"{counted(run.steps, 'step')}: {run.why}"], _other_losses(hf_config or {})
-    why_steps += _why_batches(run)
+    why_steps += [*_why_batches(run), *_why_average(config, run.steps)]
     reasons = [*why_steps, *describe_size(config), *assumed, *why_fp8, *why_positions, *why_losses, *why_text]
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, run=run, parts=parts)
@@ -219,6 +219,28 @@ def _why_batches(run: RunLength) -> list[str]:
     return [
         f"batch: {first.global_batch:,} sequences in a step, {sizes} (train.batch_schedule); micro-batches keep their "
         "size, larger steps accumulate more of them; step times are means of all steps"
+    ]
+
+
+def _why_average(config: RunConfig, steps: int) -> list[str]:
+    """Return a sentence on train.average. Raises ValueError if the run makes fewer checkpoints than it takes."""
+    train, every = config.train, config.checkpoint.every_steps
+    number, made = train.num_averaged, -(-steps // every)
+    if made < number:
+        raise ValueError(
+            f"train.average={train.average} takes the last {number} checkpoints (train.average_checkpoints), and "
+            f"{counted(steps, 'step')} with checkpoint.every_steps = {every} make {made}: set "
+            f"checkpoint.every_steps={max(1, steps // number)}, lower train.average_checkpoints, or set "
+            "train.average=none"
+        )
+    if not number:
+        return []
+    regular = range((made - 1) * every, 0, -every)[: number - 1]
+    what = f"the mean of the weights after steps {', '.join(f'{step:,}' for step in [*reversed(regular), steps])}"
+    what = what.replace("mean", "exponential moving average") if train.average == "ema" else what
+    return [
+        f"average: {what} is evaluated beside the last weights, and export.weights={config.export.weights} chooses "
+        "what is exported; these checkpoints are kept for it"
     ]
 
 
@@ -596,7 +618,11 @@ def disk_gib_needed(config: RunConfig, *, checkpoint_gib: float, steps: int) -> 
 
 def _kept_checkpoints(config: RunConfig, steps: int) -> int:
     saving = config.checkpoint
-    return saving.keep_last + saving.keep_best + (steps // saving.keep_every_steps if saving.keep_every_steps else 0)
+    return (
+        max(saving.keep_last, config.train.num_averaged)
+        + saving.keep_best
+        + (steps // saving.keep_every_steps if saving.keep_every_steps else 0)
+    )
 
 
 def _check_disk(config: RunConfig, checkpoint_gib: float, steps: int, host: Host) -> None:

@@ -245,10 +245,11 @@ def test_unequal_shares_cut_the_same_global_batch(packing: str, model: dict[str,
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_batch_that_grows_has_the_same_sequences_in_the_same_order(packing: str, shards: Path) -> None:
-    schedule = [{"tokens": 200, "global_batch": 42}, {"tokens": 500, "global_batch": 63}]
-    constant = one_pass(shards, train__packing=packing)
+    schedule = [{"tokens": 200, "global_batch": 12}, {"tokens": 500, "global_batch": 24}]
+    size = {"train__packing": packing, "train__global_batch": 6, "train__micro_batch": 2}
+    constant = one_pass(shards, **size)
     for ranks in (1, 3):
-        plan = one_pass(shards, ranks=ranks, train__packing=packing, train__batch_schedule=schedule)
+        plan = one_pass(shards, ranks=ranks, train__batch_schedule=schedule, **size)
         assert plan.sequences == constant.sequences
         assert 2 < plan.steps < constant.steps
         assert np.array_equal(predicted(plan), predicted(constant))
