@@ -174,7 +174,7 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
         ),
         (
             "training",
-            f"{steps} of {_sizes(plan)} x {train.context:,} tokens, seed {train.seed}, {plan.describe_precision}",
+            f"{steps} of {train.global_batch:,}{' and more' * bool(plan.batch_phases)} x {train.context:,} tokens, seed {train.seed}, {plan.describe_precision}",
         ),
         (
             "corpus",
@@ -209,12 +209,6 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
         ]
         lines += _rest(len(report.tasks))
     return "\n".join(lines)
-
-
-def _sizes(plan: RunPlan) -> str:
-    """`16`, or `16 to 64` where train.batch_schedule lets the batch grow."""
-    first, last = (plan.batches.size(step) for step in (0, plan.steps - 1))
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 def _rest(num_rows: int) -> list[str]:

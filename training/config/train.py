@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -276,17 +275,13 @@ class Batches:
             batches = cls((*batches.phases, BatchPhase(first_step, growth.global_batch)))
         return batches
 
-    def total(self, steps: int, of: Callable[[int], float]) -> float:
-        """Return the sum, over the first `steps` steps, of what `of` returns for the sequences of a step."""
-        ends = (*(phase.first_step for phase in self.phases[1:]), steps)
-        return sum(
-            of(phase.global_batch) * max(0, min(end, steps) - phase.first_step)
-            for phase, end in zip(self.phases, ends, strict=True)
-        )
-
     def sequences_before(self, step: int) -> int:
         """Return the sequences of all steps before `step` (counted from 0)."""
-        return int(self.total(step, lambda global_batch: global_batch))
+        ends = (*(phase.first_step for phase in self.phases[1:]), step)
+        return sum(
+            phase.global_batch * max(0, min(end, step) - phase.first_step)
+            for phase, end in zip(self.phases, ends, strict=True)
+        )
 
     def size(self, step: int) -> int:
         """Return the sequences of `step` (counted from 0)."""

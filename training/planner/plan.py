@@ -75,8 +75,12 @@ def make_plan(
     )
     _check_choice(config, shape, inventory.device_kind, chosen, split)
     _check_cross_attention(config, chosen, hf_config or {})
-    parts = _seconds_by_batch(chosen, split)
-    run = _run_length(config, epoch, _total_s(config, epoch, parts), steps_in_time=steps_in_time)
+    batches = batches_of(config, epoch)
+
+    def total_s(steps: int) -> float:
+        return steps * sum(_step_s(chosen, split, batches, steps).values()) if steps else 0.0
+
+    run = _run_length(config, epoch, total_s, steps_in_time=steps_in_time)
     compiled = chosen.config.train.compile is True
     text, why_text = _text(config, epoch, run)
     assumed = _assumptions(config, shards, inventory, steps=run.steps, compiled=compiled)
@@ -85,7 +89,7 @@ def make_plan(
     why_steps += [*_why_batches(run), *_why_average(config, run.steps)]
     reasons = [*why_steps, *describe_size(config), *assumed, *why_fp8, *why_positions, *why_losses, *why_text]
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
-    predicted = _predicted(chosen, split, inventory, run=run, parts=parts)
+    predicted = _predicted(chosen, split, inventory, run=run)
     _check_disk(config, predicted.checkpoint_gib, run.steps, hosts[0])
     threads = min(max(1, host.cores // n) for host, n in zip(hosts, chosen.cluster.ranks_per_host, strict=True))
     if config.checkpoint.memory_every_steps:
@@ -176,34 +180,16 @@ def _run_length(
     return RunLength(steps, in_time, sequences, why, batches_of(config, epoch))
 
 
-def _seconds_by_batch(chosen: ChosenLayout, split: BatchSplit) -> dict[int, dict[str, float]]:
-    """Return the seconds of a step by part, for each size of the global batch: of more micro-batches, and once what is
-    done once a step.
-    """
-    train, layout = chosen.config.train, replace(chosen.layout, stages=())  # as in _times_as_long_eager
-
-    def priced(times: int) -> dict[str, float]:
-        job = replace(chosen.job, global_batch=times * chosen.job.global_batch)
-        larger = replace(layout, accumulation=times * layout.accumulation)
-        return seconds_of(chosen.config, job, larger, chosen.cluster)
-
-    once, found = priced(1), {train.global_batch: dict(split.seconds)}
-    for growth in train.batch_schedule:
-        larger = priced(growth.global_batch // train.global_batch)
-        more = sum(larger.values()) / sum(once.values())  # for parts that only unlike replicas have
-        found[growth.global_batch] = {
-            part: seconds * (larger[part] / once[part] if part in once else more)
-            for part, seconds in split.seconds.items()
-        }
-    return found
-
-
-def _total_s(
-    config: RunConfig, epoch: Sequence[Epoch] | None, parts: Mapping[int, Mapping[str, float]]
-) -> Callable[[int], float]:
-    """Return what returns the seconds of the first steps, given their number."""
-    batches, step_s = batches_of(config, epoch), {size: sum(seconds.values()) for size, seconds in parts.items()}
-    return lambda steps: batches.total(steps, step_s.__getitem__)
+def _step_s(chosen: ChosenLayout, split: BatchSplit, batches: Batches, steps: int) -> dict[str, float]:
+    """Return the mean seconds of the first `steps` steps by part: larger ones accumulate more, and once do the rest."""
+    job, layout = chosen.job, replace(chosen.layout, stages=())  # as in _times_as_long_eager
+    times = batches.sequences_before(steps) / steps / job.global_batch  # a fraction: the parts are linear in it
+    if times == 1:
+        return dict(split.seconds)
+    larger = replace(layout, accumulation=times * layout.accumulation)  # type: ignore[arg-type]
+    once, more = (seconds_of(chosen.config, job, each, chosen.cluster) for each in (layout, larger))
+    mean = sum(more.values()) / sum(once.values())  # of parts that only unlike replicas have
+    return {p: seconds * (more[p] / once[p] if p in once else mean) for p, seconds in split.seconds.items()}
 
 
 def _why_batches(run: RunLength) -> list[str]:
@@ -230,18 +216,13 @@ def _why_average(config: RunConfig, steps: int) -> list[str]:
         raise ValueError(
             f"train.average={train.average} takes the last {number} checkpoints (train.average_checkpoints), and "
             f"{counted(steps, 'step')} with checkpoint.every_steps = {every} make {made}: set "
-            f"checkpoint.every_steps={max(1, steps // number)}, lower train.average_checkpoints, or set "
-            "train.average=none"
+            f"checkpoint.every_steps={max(1, steps // number)} or train.average=none"
         )
-    if not number:
-        return []
-    regular = range((made - 1) * every, 0, -every)[: number - 1]
-    what = f"the mean of the weights after steps {', '.join(f'{step:,}' for step in [*reversed(regular), steps])}"
-    what = what.replace("mean", "exponential moving average") if train.average == "ema" else what
-    return [
-        f"average: {what} is evaluated beside the last weights, and export.weights={config.export.weights} chooses "
-        "what is exported; these checkpoints are kept for it"
-    ]
+    about = (
+        f"average: the {train.average} of the last {number} checkpoints' weights is evaluated beside the last weights"
+    )
+    chosen = f"export.weights={config.export.weights} chooses which are exported; the checkpoints are kept for it"
+    return [f"{about}, and {chosen}"] if number else []
 
 
 def _text(config: RunConfig, epoch: Sequence[Epoch] | None, run: RunLength) -> tuple[dict[str, Any], list[str]]:
@@ -357,7 +338,6 @@ def _predicted(
     inventory: Inventory,
     *,
     run: RunLength,
-    parts: Mapping[int, Mapping[str, float]],
 ) -> Prediction:
     """Return the prediction; of steps of several sizes the mean."""
     per_host = zip(inventory.hosts, chosen.cluster.ranks_per_host, strict=False)
@@ -374,10 +354,7 @@ def _predicted(
         num_steps=run.steps,
         sequences=run.batches.sequences_before(run.steps) / run.steps,
         largest_micro_batch=micro_batch,
-        seconds={
-            part: run.batches.total(run.steps, lambda size, part=part: parts[size][part]) / run.steps  # type: ignore[misc]
-            for part in split.seconds
-        },
+        seconds=_step_s(chosen, split, run.batches, run.steps),
         peak_tflops=split.peak_tflops,
         datasheet_tflops=mean_datasheet_tflops([(each.name, chosen.precision.of(each)) for each in devices]),
         correction=chosen.best.correction,
