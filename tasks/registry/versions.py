@@ -174,7 +174,8 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
         ),
         (
             "training",
-            f"{steps} of {train.global_batch:,}{' and more' * bool(plan.batch_phases)} x {train.context:,} tokens, seed {train.seed}, {plan.describe_precision}",
+            f"{steps} of {train.global_batch:,}{' and more' * bool(plan.batch_phases)} x {train.context:,} tokens, "
+            f"seed {train.seed}, {plan.describe_precision}",
         ),
         (
             "corpus",

@@ -218,9 +218,7 @@ def _why_average(config: RunConfig, steps: int) -> list[str]:
             f"{counted(steps, 'step')} with checkpoint.every_steps = {every} make {made}: set "
             f"checkpoint.every_steps={max(1, steps // number)} or train.average=none"
         )
-    about = (
-        f"average: the {train.average} of the last {number} checkpoints' weights is evaluated beside the last weights"
-    )
+    about = f"average: the {train.average} of the last {number} checkpoints' weights is evaluated beside the last ones"
     chosen = f"export.weights={config.export.weights} chooses which are exported; the checkpoints are kept for it"
     return [f"{about}, and {chosen}"] if number else []
 
