@@ -41,7 +41,7 @@ def test_shares_are_those_of_a_mean_and_of_a_moving_average() -> None:
 def test_the_plan_says_what_is_averaged_and_refuses_too_few_checkpoints() -> None:
     plan = make_plan(tiny_config(**SETTINGS), inventory(1))
     assert any("the ema of the last 3 checkpoints' weights is evaluated" in reason for reason in plan.reasons)
-    with pytest.raises(ValueError, match=r"takes the last 3 .* every_steps = 4 make 2: set .*every_steps=2"):
+    with pytest.raises(ValueError, match=r"takes the last 3 .*every_steps = 4 make 2: set .*every_steps=2"):
         make_plan(tiny_config(**SETTINGS | {"checkpoint__every_steps": 4}), inventory(1))
 
 
