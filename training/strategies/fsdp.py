@@ -88,6 +88,13 @@ def shard_options(plan: RankPlan, mesh: DeviceMesh) -> dict[str, Any]:
     return options
 
 
+def reshard(module: nn.Module) -> None:
+    """Drop the weights that are still gathered: otherwise they would be used in place of newly loaded ones."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
 def _step_bytes(plan: RankPlan, model: LanguageModel, *, inside: int, accumulated: int) -> int:
     """Return the bytes that a rank sends in a step of so many micro-batches.
 
@@ -147,6 +154,10 @@ class Fsdp(TorchStrategy):
     def step(self, share: Share, *, learning_rate: float) -> StepStats:
         self.accumulated = len(share.batches)
         return super().step(share, learning_rate=learning_rate)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        reshard(self.module)
+        super().load_weights(weights)
 
     def sent_bytes(self) -> int:
         once, each = self.sent

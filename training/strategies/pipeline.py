@@ -32,7 +32,7 @@ from training.records.plan import Place, RankPlan
 from training.runtime.mesh import Mesh, all_reduce_together, make_groups
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts
-from training.strategies.fsdp import shard_options, travels_in
+from training.strategies.fsdp import reshard, shard_options, travels_in
 from training.strategies.optim import set_learning_rate
 from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
@@ -190,6 +190,11 @@ class Pipeline(TorchStrategy):
         self.summed = self._summed(mesh)
         self.weight, self.losses = 0.0, list[Tensor]()
         self.built: tuple[tuple[int, int], Schedule1F1B | ScheduleInterleaved1F1B] | None = None
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for stage in self.stages.values():
+            reshard(stage)
+        super().load_weights(weights)
 
     def saved_names(self) -> dict[str, Tensor]:
         if not self.has_tied_copy:
