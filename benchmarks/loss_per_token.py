@@ -198,7 +198,7 @@ def main() -> None:
             strategy: round(
                 step_time(folder / "stdlib", strategy, measured=measure(folder, threads=1), turns=args.turns), 3
             )
-            for strategy in (("ddp",) if args.quick else ("ddp", "fsdp"))
+            for strategy in ("ddp", "fsdp")
         }
     if not args.quick:
         RESULTS.write_text(json.dumps(results | {"step_time_ratio": steps}, indent=1) + "\n")

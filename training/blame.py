@@ -40,7 +40,7 @@ def blamed_documents(opened: Opened, run: RunPlan, *, step: int) -> tuple[Blamed
     each reads the whole batch.
     """
     train, size = run.config.train, opened.plan.micro_batches[0]
-    whole = MicroBatches((train.global_batch,), 1)
+    whole = MicroBatches((run.batches.size(step - 1),))
     loader = Loader(run, dp_rank=0, device=opened.rank.device, micro_batches=whole, ahead=0)
     (batch,) = loader.share(step - 1).batches
     places = loader.rows(step - 1).places(train.context).reshape(-1)

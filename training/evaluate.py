@@ -11,12 +11,16 @@ import math
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from training.checkpoint.averaged_weights import AveragedWeights
+from training.checkpoint.safetensors_files import TensorFiles
 from training.data.batch import IGNORED
 from training.data.held_out import held_out_placed
 from training.evaluation.loaded_model import Opened, open_model
@@ -27,6 +31,7 @@ from training.records.results import EvalReport, Sample, SourceFigures, TaskScor
 from training.records.token_shards import TokenShards
 from training.runtime.process import process_group
 from training.shards.sources import HeldOutSources, held_out_sources
+from training.strategies.torch_strategy import TorchStrategy
 from training.tracking.progress import Progress, to_rank_log
 
 logger = logging.getLogger(__name__)
@@ -38,12 +43,14 @@ def main(plan_path: Path) -> None:
     checkpoint = folder if (folder / CHECKPOINT_MANIFEST).exists() else None
     with (
         process_group(plan) as rank,
-        reading(checkpoint),
+        ExitStack() as held,
         Progress(to_rank_log if rank.is_metrics_rank else None, part="loading the model") as progress,
     ):
         started = time.perf_counter()
-        if checkpoint is not None and rank.rank == 0:
-            check_model(checkpoint)
+        for each in {*map(Path, plan.averaged), *([checkpoint] if checkpoint else [])}:
+            held.enter_context(reading(each))
+            if rank.rank == 0:
+                check_model(each)
         opened = open_model(plan, folder, rank=rank)
         manifest = TokenShards.read(Path(plan.shards_dir) / "manifest.json")
         sources = held_out_sources(manifest)
@@ -53,7 +60,9 @@ def main(plan_path: Path) -> None:
                 "delete it to tokenize again",
                 plan.shards_dir,
             )
-        sums = held_out_sums(opened, sources, progress)
+        sums, of_weights = held_out_sums(opened, sources, progress), dict[str, Any]()
+        if plan.averaged:
+            sums, of_weights = choose_weights(opened, sums, sources, progress)
         task_scores = score_tasks(opened, progress)
         progress.begin("writing samples")
         samples = generate_samples(opened)
@@ -67,6 +76,7 @@ def main(plan_path: Path) -> None:
                 sources=by_source(sums, sources, causal=opened.model.causal),
                 tasks=task_scores,
                 samples=samples,
+                **of_weights,
                 seconds=time.perf_counter() - started,
             ).write(plan_path.with_name("eval.json"))
 
@@ -91,6 +101,29 @@ def held_out_sums(opened: Opened, sources: HeldOutSources | None, progress: Prog
         progress.advance()
     dist.all_reduce(sums)
     return sums.cpu().numpy()
+
+
+def choose_weights(
+    opened: Opened, last: np.ndarray, sources: HeldOutSources | None, progress: Progress
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Measure the average of the checkpoints beside the last weights, whose sums are `last`; the model then has those
+    that export.weights chooses. Return their sums, and the report's fields on both. Collective.
+    """
+    plan, strategy = opened.plan, opened.strategy
+    assert isinstance(strategy, TorchStrategy)
+    folders, asked = [Path(each) for each in plan.averaged], plan.config.export.weights
+    strategy.load_weights(AveragedWeights(folders, plan.config.train))
+    average = held_out_sums(opened, sources, progress)
+    last_loss, average_loss = (float(sums[:, 0].sum() / sums[:, 2].sum()) for sums in (last, average))
+    is_last = asked == "last" or (asked == "better" and last_loss <= average_loss)
+    if is_last:
+        strategy.load_weights(TensorFiles(folders[-1], "model"))
+    return (last if is_last else average), {
+        "weights": "last" if is_last else "average",
+        "last_loss": last_loss,
+        "average_loss": average_loss,
+        "averaged_steps": [int(each.name) for each in folders],
+    }
 
 
 def figures_of(sums: np.ndarray, text_bytes: int, *, causal: bool) -> dict[str, float | int | None]:

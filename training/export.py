@@ -25,6 +25,7 @@ import psutil
 import torch
 
 from training.build_engine import build_engines
+from training.checkpoint.averaged_weights import AveragedWeights
 from training.checkpoint.copied_weights import copy_weights
 from training.checkpoint.load import weights_for
 from training.checkpoint.retention import keep
@@ -42,14 +43,15 @@ from training.exports.onnx_graphs import (
 from training.exports.parity import check_parity, graphs_in, held_out_texts, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
 from training.exports.tokenizer_files import copy_tokenizer
+from training.models.init_weights import fill
 from training.models.language_model import LanguageModel, load_model
 from training.models.pretrained import auto_class_of
 from training.node.limits import usable_memory_bytes
-from training.records.checkpoint import check_model, reading
+from training.records.checkpoint import check_model, checkpoint_folder, reading
 from training.records.model_state import WITHOUT_BUFFERS, Shapes, check_export
 from training.records.plan import RunPlan
 from training.records.record import sha256_file
-from training.records.results import QUANTIZED, ExportedModel, ParityReport
+from training.records.results import QUANTIZED, EvalReport, ExportedModel, ParityReport
 from training.records.train_result import TrainResult
 from training.tracking.progress import Progress, to_rank_log
 
@@ -77,9 +79,12 @@ def export_run(run_dir: Path) -> ExportedModel:
     """
     plan, result = RunPlan.read(run_dir / "plan.json"), TrainResult.read(run_dir / "result.json")
     target, part = run_dir / "export", run_dir / "export.part"
+    averaged = _averaged(plan, result, run_dir)
+    steps = tuple(int(each.name) for each in averaged)
     if (target / "export.json").is_file():
         existing = ExportedModel.read(target / "export.json")
-        if existing.checkpoint_sha256 == result.checkpoint_sha256 and not lacks_graphs(existing, plan):
+        is_same = (existing.checkpoint_sha256, existing.averaged_steps) == (result.checkpoint_sha256, steps)
+        if is_same and not lacks_graphs(existing, plan):
             logger.info("kept %s: it was exported from this checkpoint (step %d)", target, existing.step)
             return existing
     for folder in (target, part):
@@ -88,20 +93,41 @@ def export_run(run_dir: Path) -> ExportedModel:
     part.mkdir()
     started = time.perf_counter()
     checkpoint = run_dir / result.checkpoint
-    with reading(checkpoint):
+    with contextlib.ExitStack() as held:
+        for each in averaged or [checkpoint]:
+            held.enter_context(reading(each))
         with Progress(to_rank_log, part="reading the checkpoint") as progress:
-            check_model(checkpoint)
-            exported = _write_export(plan, result, progress, run_dir=run_dir, folder=part)
+            for each in averaged or [checkpoint]:
+                check_model(each)
+            exported = _write_export(plan, result, progress, averaged=averaged, run_dir=run_dir, folder=part)
         keep(checkpoint, why=f"exported to {target.name}/, and whatever is registered from there leads back to it")
     part.rename(target)
     logger.info(
-        "exported step %d to %s in %.1f s: %s",
-        result.step,
+        "exported %s to %s in %.1f s: %s",
+        f"the average of steps {', '.join(map(str, steps))}" if averaged else f"step {result.step}",
         target,
         time.perf_counter() - started,
         exported.parity.in_words,
     )
     return exported
+
+
+def _averaged(plan: RunPlan, result: TrainResult, run_dir: Path) -> list[Path]:
+    """Return the checkpoints whose average is exported; none: the last weights are.
+
+    Raises ValueError if the run's evaluation, which chooses, was not made.
+    """
+    if not plan.config.train.num_averaged or plan.config.export.weights == "last":
+        return []
+    path = run_dir / "eval.json"
+    report = EvalReport.read(path) if path.is_file() else None
+    if report is None or report.checkpoint_sha256 != result.checkpoint_sha256:
+        raise ValueError(
+            f"train.average={plan.config.train.average}: {path} does not say whether the average is better than the "
+            "last weights of this checkpoint: evaluate the run first, or set export.weights=last"
+        )
+    steps = report.averaged_steps if report.weights == "average" else ()
+    return [checkpoint_folder(run_dir, step) for step in steps]
 
 
 def lacks_graphs(existing: ExportedModel, plan: RunPlan) -> bool:
@@ -117,18 +143,20 @@ def lacks_graphs(existing: ExportedModel, plan: RunPlan) -> bool:
 
 
 def _write_export(
-    plan: RunPlan, result: TrainResult, progress: Progress, *, run_dir: Path, folder: Path
+    plan: RunPlan, result: TrainResult, progress: Progress, *, averaged: list[Path], run_dir: Path, folder: Path
 ) -> ExportedModel:
+    """Write the files to `folder`. `averaged`: the checkpoints whose average is exported; none: the last one is."""
     checkpoint, why = run_dir / result.checkpoint, why_no_graphs(plan)
     copy_tokenizer(plan, folder)
     progress.begin("writing the Hugging Face files")
-    hashes, tensors = _copy_huggingface(plan, checkpoint, folder)
+    average = AveragedWeights(averaged, plan.config.train) if averaged else None
+    hashes, tensors = _copy_huggingface(plan, checkpoint, folder, average=average)
     model = None
     if why:
         logger.warning("copied the weights without ONNX graphs: %s", why)
         parity, skipped = _without_graphs(plan), {"onnx": why}
     else:
-        model, parity, skipped = _with_graphs(plan, checkpoint, folder, progress)
+        model, parity, skipped = _with_graphs(plan, checkpoint, folder, progress, average=average)
         for name, reason in skipped.items():
             logger.warning("left out %s: %s", name, reason)
         if no_tensorrt := why_no_tensorrt():
@@ -143,6 +171,7 @@ def _write_export(
     exported = ExportedModel(
         step=result.step,
         checkpoint_sha256=result.checkpoint_sha256,
+        averaged_steps=tuple(int(each.name) for each in averaged),
         objective=plan.config.objective,
         context=plan.config.train.context,
         end_id=plan.end_id,
@@ -195,10 +224,10 @@ def _no_room(gib: float, what: str) -> str:
 
 
 def _with_graphs(
-    plan: RunPlan, checkpoint: Path, folder: Path, progress: Progress
+    plan: RunPlan, checkpoint: Path, folder: Path, progress: Progress, *, average: AveragedWeights | None
 ) -> tuple[Any, ParityReport, dict[str, str]]:
-    """Write the graphs of the Hugging Face files in `folder`: the model, their parity with the checkpoint's model, and
-    what is left out and why.
+    """Write the graphs of the Hugging Face files in `folder`: the model, their parity with the checkpoint's model, or
+    with the `average`, and what is left out and why.
     """
     with quiet():
         progress.begin("writing the ONNX graphs")
@@ -207,6 +236,8 @@ def _with_graphs(
     progress.begin("comparing the logits of the graphs with torch's")
     with quiet():
         trained = load_model(checkpoint, plan).hf
+    if average is not None:
+        fill(trained, average)
     parity, out = check_parity(trained, exported, folder, plan=plan)
     remove_graphs(folder, out)
     return exported, parity, skipped | out
@@ -228,7 +259,9 @@ def _save_graphs(model: Any, plan: RunPlan, folder: Path, progress: Progress) ->
     return skipped
 
 
-def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> tuple[dict[str, str], Shapes]:
+def _copy_huggingface(
+    plan: RunPlan, checkpoint: Path, folder: Path, *, average: AveragedWeights | None
+) -> tuple[dict[str, str], Shapes]:
     """Write the files that save_pretrained would, without holding the model in memory: the weights' hashes, by file,
     and the shapes of the model's tensors.
 
@@ -241,7 +274,7 @@ def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> tuple[di
         model = auto_class_of(plan.config.objective).from_config(settings, dtype=torch.float32)
     whole, buffers = LanguageModel(model, precision="fp32"), {name for name, _ in model.named_buffers()}
     weights_for(whole, checkpoint)
-    written = copy_weights(checkpoint, folder, buffers=buffers)
+    written = copy_weights(checkpoint, folder, buffers=buffers, average=average)
     hashes = {name: file.sha256 for name, file in written.items()}
     if model.can_generate():  # as from_pretrained makes it of a checkpoint
         model.generation_config = GenerationConfig.from_pretrained(

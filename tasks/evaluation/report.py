@@ -25,6 +25,8 @@ def metrics_of(report: EvalReport) -> dict[str, float]:
         for source in report.sources:
             figures |= {f"eval/sources/{source.source}/{name}": value for name, value in _figures(source).items()}
     figures |= {f"eval/{score.task}/{score.metric}": score.value for score in report.tasks}
+    if report.last_loss is not None and report.average_loss is not None:
+        figures |= {"eval/last_loss": report.last_loss, "eval/average_loss": report.average_loss}
     return {_metric_name(name): value for name, value in figures.items()}
 
 
@@ -42,6 +44,8 @@ def _figures(of: EvalReport | SourceFigures) -> dict[str, float]:
 def table_of(report: EvalReport) -> list[dict[str, str]]:
     """Return one row for all held-out text, one for each source, and one for each score of a task."""
     rows = [_row("all held-out text", report)]
+    if report.describe_weights:
+        rows.append({"what": "weights", "figures": report.describe_weights, "over": counted(report.tokens, "token")})
     rows += [_row(f"source {source.source}", source) for source in report.sources]
     for score in report.tasks:
         error = "" if score.stderr is None else f" ± {score.stderr:.4f}"

@@ -114,7 +114,7 @@ def write_plan(
             return kept
         plan = _replanned(kept, config, changes, inventory=inventory, shards=shards, shards_dir=shards_dir)
         kept.write(run.folder / f"plan-{len(list(run.folder.glob('plan-*.json'))) + 1}.json")
-        if kept.config.evaluation != config.evaluation:
+        if _evaluated(kept.config) != _evaluated(config):
             (run.folder / "eval.json").unlink(missing_ok=True)
         if kept.config.export != config.export:
             (run.folder / "export" / "export.json").unlink(missing_ok=True)
@@ -129,6 +129,11 @@ def write_plan(
     for reason in plan.reasons:
         logger.log(logging.WARNING if reason in warnings else logging.INFO, "plan: %s", reason)
     return plan
+
+
+def _evaluated(config: RunConfig) -> tuple[Any, ...]:
+    """Return the settings that an evaluation's figures depend on."""
+    return (config.evaluation, config.train.num_averaged and (config.train, config.export.weights))
 
 
 def _replanned(

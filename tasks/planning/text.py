@@ -51,7 +51,7 @@ def describe_estimates(plan: RunPlan, text: Sequence[TextEstimate]) -> list[str]
     epochs: list[float | None] = [None] * len(text)
     if len(text) == max(1, len(data.sources)):  # none of them is on the hub, or shards
         each = [Epoch(max(1, one.train_tokens // train.context), one.train_tokens) for one in text]
-        batch = train.global_batch
-        sources, _ = plan_sources(data, each, steps=plan.steps, sequences=plan.steps * batch, global_batch=batch)
+        sequences = plan.batches.sequences_before(plan.steps)
+        sources, _ = plan_sources(data, each, plan.batches, steps=plan.steps, sequences=sequences)
         epochs = [source.epochs for source in sources]
     return [line for one, times in zip(text, epochs, strict=True) for line in one.lines(times)]

@@ -164,6 +164,7 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
     rows = [
         ("perplexity", f"{report.perplexity:,.1f}"),
         ("measured on", f"{report.tokens:,} held-out tokens"),
+        ("weights", report.describe_weights),
         ("export", f"{'within' if parity.passed else '**out of**'} the bounds: {parity.in_words}"),
         ("formats", run.export.formats),
         ("left out", escape_markdown(run.export.left_out)[:LEFT_OUT_CHARS]),
@@ -173,8 +174,8 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
         ),
         (
             "training",
-            f"{steps} of {train.global_batch:,} x {train.context:,} tokens, seed {train.seed}, "
-            f"{plan.describe_precision}",
+            f"{steps} of {train.global_batch:,}{' and more' * bool(plan.batch_phases)} x {train.context:,} tokens, "
+            f"seed {train.seed}, {plan.describe_precision}",
         ),
         (
             "corpus",

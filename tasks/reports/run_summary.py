@@ -67,6 +67,8 @@ def _quality(data: RunData) -> Iterator[str]:
         f"On {format_count(report.tokens)} held-out tokens the model's loss is {report.loss:.3f} nats per token "
         f"(perplexity {perplexity:,.4g}{bits}), and its first guess is right for {report.accuracy:.1%} of tokens."
     )
+    if report.describe_weights:
+        yield f"Averaged weights (train.average={data.config.train.average}): {report.describe_weights}."
 
 
 def _speed(data: RunData) -> Iterator[str]:

@@ -16,7 +16,7 @@ from tasks.workspace.paths import present
 from training.config.run import RunConfig
 from training.config.train import learning_rate
 from training.planner.mixture import plan_sources
-from training.planner.plan import length, steps_that_fit
+from training.planner.plan import batches_of, length, steps_that_fit
 from training.records.plan import MixturePhase, RunPlan
 from training.records.record import Record
 from training.shards.packing import one_epoch
@@ -57,6 +57,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.max_tokens", "schedule", ""),
     ("train.max_epochs", "schedule", ""),
     ("train.target_minutes", "schedule", ""),
+    ("train.batch_schedule*", "schedule", ""),
     ("train.learning_rate", "schedule", ""),
     ("train.min_learning_rate", "schedule", ""),
     ("train.schedule", "schedule", ""),
@@ -68,6 +69,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.on_spike", "exact", "what was skipped or left out stays so"),
     ("train.spike_window_steps", "exact", "no step is judged until the longer window is full"),
     ("train.spike_*", "exact", "what was skipped or left out stays so"),
+    ("train.average*", "exact", "of the checkpoints that are there"),
     ("train.log_every_steps", "exact", ""),
     # the definition of a step
     ("train.context", "breaks", OTHER_TEXT),
@@ -198,7 +200,7 @@ def _effect(field: str) -> tuple[Effect, str]:
 def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect, str]:
     """Whether the `done` steps would have been the same with the new length and learning rates."""
     train, epoch = config.train, None
-    if train.max_epochs or train.max_tokens or config.data.sources:
+    if train.max_epochs or train.max_tokens or train.batch_schedule or config.data.sources:
         epoch = one_epoch(present(Path(plan.shards_dir)), packing=train.packing, context=train.context)
     steps, sequences, _ = length(config, epoch, steps_in_time=steps_in_time(plan, config))
     if steps < done:
@@ -206,13 +208,14 @@ def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect
             f"the run is at step {done} already, by the new settings it would end at step {steps}: "
             "raise train.steps, train.max_tokens, train.max_epochs or train.target_minutes"
         )
-    full = done * plan.config.train.global_batch
+    full = plan.batches.sequences_before(done)
     if plan.sequences < full <= sequences:
         return "breaks", f"step {done} was the last one, and used only the rest of the data, not a whole batch"
+    batches = batches_of(config, epoch)
+    if any(batches.sequences_before(step) != plan.batches.sequences_before(step) for step in range(done + 1)):
+        return "breaks", f"the {done} finished steps would have had other batches"
     if plan.mixture and epoch is not None:
-        _, mixture = plan_sources(
-            config.data, epoch, steps=steps, sequences=sequences, global_batch=plan.config.train.global_batch
-        )
+        _, mixture = plan_sources(config.data, epoch, batches, steps=steps, sequences=sequences)
         if _until(mixture, done) != _until(plan.mixture, done):
             return "breaks", f"the {done} finished steps would have had other shares of the sources"
     had = [learning_rate(step, plan.config.train, steps=plan.steps) for step in range(done)]
@@ -228,7 +231,7 @@ def steps_in_time(plan: RunPlan, config: RunConfig) -> int:
     """Return a resumed run's limit of steps by train.target_minutes: the plan's, unless `config` has other minutes."""
     if config.train.target_minutes == plan.config.train.target_minutes:
         return plan.steps_in_time
-    return steps_that_fit(config.train, step_s=plan.predicted.step_ms / 1000)
+    return steps_that_fit(config.train, lambda steps: steps * plan.predicted.step_ms / 1000)
 
 
 def _until(mixture: Sequence[MixturePhase], steps: int) -> list[MixturePhase]:

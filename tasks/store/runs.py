@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tasks.store.transfer import delete, download_all, read_bytes, sizes, upload_all
 from tasks.workspace.paths import run_folder
-from training.config.run import CheckpointConfig
+from training.config.run import RunConfig
 from training.config.store import StoreConfig
 from training.records.checkpoint import (
     CHECKPOINT_MANIFEST,
@@ -88,13 +88,13 @@ class RunOnStore:
         upload_all((path, f"{self.url}/{name}") for name, path in records.items() if name not in left_out)
         delete(f"{self.url}/{name}" for name in RESULTS if name not in records)  # from before a longer training
 
-    def prune(self, config: CheckpointConfig) -> None:
+    def prune(self, config: RunConfig) -> None:
         """Delete the checkpoints that no rule keeps, and incomplete ones of killed uploads."""
         there = self.steps()
         whole = [self._manifest(step) for step in there]
         if not whole:
             return
-        kept, oldest = kept_steps(whole, config), whole[-config.keep_last :][0].step
+        kept, oldest = kept_steps(whole, config), whole[-config.checkpoint.keep_last :][0].step
         held = {step for step, files in there.items() if KEEP in files}
         held |= {int(path.name) for path in finished_checkpoints(self.run_dir) if (path / KEEP).exists()}
         for step in there:

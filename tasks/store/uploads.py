@@ -108,7 +108,7 @@ class Uploads:
         logger.info(
             "copied the checkpoint of step %d to %s: %.1f MB in %.1f s", step, self.run.url, num_bytes / 1e6, seconds
         )
-        self.run.prune(self.config.checkpoint)
+        self.run.prune(self.config)
 
     def _patiently(self, action: Callable[[], None]) -> None:
         """Repeat `action` until it succeeds, or until the run has ended and waits no longer."""

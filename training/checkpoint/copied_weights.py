@@ -8,27 +8,38 @@ from pathlib import Path
 
 import torch
 
+from training.checkpoint.averaged_weights import AveragedWeights
 from training.checkpoint.safetensors_files import TensorFiles, file_name, write_tensors
 from training.checkpoint.writer import write_index
 from training.records.checkpoint import RankFile, WrittenFile
 
 FILE_BYTES = 5 * 10**9  # of tensors in a file, as on the Hugging Face hub
+AVERAGED_BYTES = 10**9
 CHECKED_NUMBERS = 2**22  # at once
 
 
 def copy_weights(
-    checkpoint: Path, folder: Path, *, file_bytes: int = FILE_BYTES, buffers: Collection[str] = ()
+    checkpoint: Path,
+    folder: Path,
+    *,
+    file_bytes: int = FILE_BYTES,
+    buffers: Collection[str] = (),
+    average: AveragedWeights | None = None,
 ) -> dict[str, WrittenFile]:
     """Write model-00001-of-0000N.safetensors … and their index to `folder`, or model.safetensors if one is enough.
 
     The checkpoint's files are mapped, and for each new file mapped anew: of its tensors there are never more in memory
     than those of one new file, in pages that the kernel can drop, and two blocks that are being hashed and written.
+    An `average` is written in the weights' place, in files of AVERAGED_BYTES, which are held in memory one by one.
     Raises ValueError if a weight is not finite; `buffers` may be (bounds of activations that there are none of).
     """
-    files = list(_dealt_out(TensorFiles(checkpoint, "model"), file_bytes))
+    files = list(
+        _dealt_out(TensorFiles(checkpoint, "model"), min(file_bytes, AVERAGED_BYTES) if average else file_bytes)
+    )
     written: dict[str, RankFile] = {}
     for number, names in enumerate(files):
-        source, file = TensorFiles(checkpoint, "model"), file_name("model", number=number, of=len(files))
+        source = average or TensorFiles(checkpoint, "model")
+        file = file_name("model", number=number, of=len(files))
         tensors = {name: source[name] for name in names}
         for name, tensor in tensors.items():
             parts = () if name in buffers else tensor.flatten().split(CHECKED_NUMBERS)

@@ -12,7 +12,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from training.config.run import CheckpointConfig
+from training.config.run import RunConfig
 from training.records.checkpoint import (
     CHECKPOINT_MANIFEST,
     KEEP,
@@ -30,7 +30,7 @@ def keep(folder: Path, *, why: str) -> None:
     (folder / KEEP).write_text(f"{why}\n")
 
 
-def prune(run_dir: Path, config: CheckpointConfig) -> None:
+def prune(run_dir: Path, config: RunConfig) -> None:
     """Delete the checkpoints that no rule keeps; one that is being read stays until the next call."""
     folders = finished_checkpoints(run_dir)
     whole = [
@@ -38,7 +38,7 @@ def prune(run_dir: Path, config: CheckpointConfig) -> None:
     ]
     if not whole:
         return
-    kept, oldest = kept_steps(whole, config), whole[-config.keep_last :][0].step
+    kept, oldest = kept_steps(whole, config), whole[-config.checkpoint.keep_last :][0].step
     named = _referenced_by_result(run_dir)
     for folder in folders:
         step = int(folder.name)

@@ -94,7 +94,7 @@ class Writer:
             self.published.set()
             self.changed.set()
             try:
-                prune(self.folder.parents[1], self.plan.config.checkpoint)
+                prune(self.folder.parents[1], self.plan.config)
             except (OSError, ValueError) as error:
                 logger.warning("old checkpoints could not be deleted: %s", error)
 

@@ -54,6 +54,11 @@ class ExportConfig(Section):
         description="Precisions in which ONNX graphs are exported; fp32 must be among them. int8 and int4 quantize the "
         "weights of the graph that the server steps (causal models only).",
     )
+    weights: Literal["better", "last", "average"] = Field(
+        "better",
+        description="Which weights the evaluation's figures are of, and are exported, where train.average makes others "
+        "beside the last ones. better: those of the lower held-out loss. Without train.average: the last ones.",
+    )
     max_perplexity_increase: float = Field(
         0.005,
         ge=0,

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from training.config.section import Section
+
+MOST_STEPS = 2**53
+
+
+class BatchGrowthConfig(Section):
+    """A larger global batch from some number of trained tokens on."""
+
+    tokens: int = Field(ge=1, description="Tokens of training text before the first step of this size.")
+    global_batch: int = Field(
+        ge=1,
+        le=1_000_000,
+        description="Sequences in one optimizer step from there on, a multiple of train.global_batch.",
+    )
 
 
 class TrainConfig(Section):
@@ -37,6 +52,12 @@ class TrainConfig(Section):
     context: int = Field(256, ge=8, le=1_000_000, description="Number of tokens in a sequence.")
     global_batch: int = Field(
         16, ge=1, le=1_000_000, description="Number of sequences in one optimizer step, over all ranks."
+    )
+    batch_schedule: tuple[BatchGrowthConfig, ...] = Field(
+        (),
+        description="Larger batches later in training (McCandlish et al. 2018), e.g. [{tokens: 1000000, global_batch: "
+        "32}, {tokens: 4000000, global_batch: 64}]: ranks accumulate more micro-batches in a step, whose size stays. "
+        "Empty means train.global_batch in all steps.",
     )
     micro_batch: int = Field(
         0,
@@ -162,6 +183,25 @@ class TrainConfig(Section):
         le=10_000,
         description="Number of recent updates that a step is compared with; no step is judged before so many.",
     )
+    average: Literal["none", "mean", "ema"] = Field(
+        "none",
+        description="Weights that are evaluated, and may be exported (export.weights), beside the last ones. mean: the "
+        "mean of the last train.average_checkpoints checkpoints, which are kept for it. ema: their exponential moving "
+        "average. none: only the last weights.",
+    )
+    average_checkpoints: int = Field(
+        5,
+        ge=2,
+        le=1000,
+        description="Number of checkpoints that train.average takes: the last one, and those before it at multiples of "
+        "checkpoint.every_steps.",
+    )
+    average_decay: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="With train.average=ema, the weight of the average so far when the next checkpoint joins it.",
+    )
     log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
     seed: int = Field(
         1337, ge=0, le=2**32 - 1, description="Seed of the initial weights, the order of the data, dropout and masks."
@@ -174,8 +214,82 @@ class TrainConfig(Section):
                 f"train.micro_batch = {self.micro_batch} exceeds train.global_batch = {self.global_batch}: "
                 "lower train.micro_batch or set it to 0"
             )
+        self._check_batch_schedule()
         check_schedule(self, steps=self.steps)
         return self
+
+    def _check_batch_schedule(self) -> None:
+        before = 0
+        for growth in self.batch_schedule:
+            if growth.global_batch % self.global_batch:
+                near = max(1, round(growth.global_batch / self.global_batch)) * self.global_batch
+                raise ValueError(
+                    f"train.batch_schedule: {growth.global_batch} sequences are no multiple of train.global_batch = "
+                    f"{self.global_batch}, whose micro-batches a larger step repeats: give {near}, or change "
+                    "train.global_batch"
+                )
+            if growth.tokens <= before:
+                raise ValueError(
+                    f"train.batch_schedule: {growth.global_batch} sequences from {growth.tokens:,} tokens on follow a "
+                    f"size from {before:,} tokens on: put them in the order of their tokens"
+                )
+            before = growth.tokens
+
+    @property
+    def num_averaged(self) -> int:
+        """The number of checkpoints whose weights are averaged; 0: none."""
+        return 0 if self.average == "none" else self.average_checkpoints
+
+    def average_shares(self, number: int) -> list[float]:
+        """Return the shares of so many checkpoints in the average, the oldest first; they sum to 1."""
+        if self.average == "mean":
+            return [1 / number] * number
+        decay = self.average_decay
+        return [(1 - decay if place else 1.0) * decay ** (number - 1 - place) for place in range(number)]
+
+    @property
+    def most_accumulated(self) -> int:
+        """The sequences of the largest step, in units of global_batch: so many times more micro-batches it has."""
+        return max([self.global_batch, *(growth.global_batch for growth in self.batch_schedule)]) // self.global_batch
+
+
+class BatchPhase(NamedTuple):
+    """The sequences of a step, over all ranks, from this step (counted from 0) to the next phase."""
+
+    first_step: int
+    global_batch: int
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a run's steps. The first phase begins at step 0; a phase may have no step."""
+
+    phases: tuple[BatchPhase, ...]
+
+    @classmethod
+    def of(cls, train: TrainConfig, *, sequence_tokens: float) -> Batches:
+        """Return the batches by train.batch_schedule, for sequences of so many tokens on average."""
+        batches = cls((BatchPhase(0, train.global_batch),))
+        for growth in train.batch_schedule:
+            first_step = batches.steps_for(math.ceil(growth.tokens / sequence_tokens))
+            batches = cls((*batches.phases, BatchPhase(first_step, growth.global_batch)))
+        return batches
+
+    def sequences_before(self, step: int) -> int:
+        """Return the sequences of all steps before `step` (counted from 0)."""
+        ends = (*(phase.first_step for phase in self.phases[1:]), step)
+        return sum(
+            phase.global_batch * max(0, min(end, step) - phase.first_step)
+            for phase, end in zip(self.phases, ends, strict=True)
+        )
+
+    def size(self, step: int) -> int:
+        """Return the sequences of `step` (counted from 0)."""
+        return self.sequences_before(step + 1) - self.sequences_before(step)
+
+    def steps_for(self, sequences: int) -> int:
+        """Return the fewest steps that take so many sequences; a batch is whole, so they may take more."""
+        return bisect.bisect_left(range(MOST_STEPS), sequences, key=self.sequences_before)
 
 
 def learning_rate(step: int, train: TrainConfig, *, steps: int) -> float:

@@ -41,20 +41,19 @@ class MicroBatches:
     """The current number of sequences in a micro-batch of each data-parallel replica.
 
     Loader, metrics and checkpoints of a run share one object. If the plan rebalances, `sizes` change between two steps
-    (training/trainer/rebalance.py); their sum, the accumulation and the global batch stay.
+    (training/trainer/rebalance.py); their sum stays. A step has as many of them as its global batch needs.
     """
 
     sizes: tuple[int, ...]
-    accumulation: int
 
     @classmethod
     def of(cls, plan: RunPlan) -> MicroBatches:
-        return cls(plan.micro_batches, plan.accumulation)
+        return cls(plan.micro_batches)
 
-    def sequences(self, replica: int) -> slice:
-        """Return a replica's places in a step's global batch.
+    def sequences(self, replica: int, *, of: int) -> slice:
+        """Return a replica's places in a step of `of` sequences.
 
         Replicas follow each other, each with all its micro-batches.
         """
-        first = sum(self.sizes[:replica])
-        return slice(first * self.accumulation, (first + self.sizes[replica]) * self.accumulation)
+        first, accumulated = sum(self.sizes[:replica]), of // sum(self.sizes)
+        return slice(first * accumulated, (first + self.sizes[replica]) * accumulated)

@@ -62,7 +62,8 @@ class Loader:
         self.micro_batches = micro_batches or MicroBatches.of(plan)
         self.stream = TokenStream(Path(plan.shards_dir), "train")
         self.sequences = sequences_by_source(self.stream, packing=train.packing, context=train.context)
-        self.mixture = Mixture(plan.mixture, global_batch=train.global_batch) if plan.mixture else None
+        self.batches = plan.batches
+        self.mixture = Mixture(plan.mixture, self.batches) if plan.mixture else None
         self._steps_at_once = max(1, ORDERED_AT_ONCE // train.global_batch)
         self._ordered = functools.lru_cache(4)(self._order)  # two threads that prepare, two that look for coming blocks
         self._read_ahead: ReadAhead | None = None  # begins with the first requested step
@@ -90,7 +91,7 @@ class Loader:
 
     def rows(self, step: int) -> Rows:
         """Return this rank's sequences of `step`."""
-        return self._global_batch(step)[0][self.micro_batches.sequences(self.dp_rank)]
+        return self._global_batch(step)[0][self._own(step)]
 
     def num_tokens(self, step: int) -> int:
         """Return the tokens in all ranks' shares of `step`, without padding; masked models predict some of them."""
@@ -102,7 +103,7 @@ class Loader:
         `cut_documents_share` if the packing counts documents: both by the epochs of each source that are done.
         """
         plan = self.plan
-        num_sequences = min(steps * plan.config.train.global_batch, plan.sequences)
+        num_sequences = min(self.batches.sequences_before(steps), plan.sequences)
         counts = [num_sequences] if self.mixture is None else self.mixture.counts(num_sequences).tolist()
         seen = [(each, count, max(1, each.sequences)) for each, count in zip(plan.sources, counts, strict=False)]
         figures = {f"tokens_seen/{each.name}": count * each.tokens / one for each, count, one in seen if plan.mixture}
@@ -152,24 +153,29 @@ class Loader:
     def _prepare(self, step: int) -> tuple[Batch, int]:
         """Return all sequences of this rank for `step` as one Batch in host memory, and the step's targets."""
         rows, num_targets = self._global_batch(step)
-        own, first = self.micro_batches.sequences(self.dp_rank), step * self.plan.config.train.global_batch
+        own, first = self._own(step), self.batches.sequences_before(step)
         places = range(first + own.start, first + own.stop)
         batch = make_batch(self.plan, self.stream, rows[own], keys=places)
         if self.device.type == "cuda":
             batch = batch.each(Tensor.pin_memory)
         return batch, num_targets
 
+    def _own(self, step: int) -> slice:
+        return self.micro_batches.sequences(self.dp_rank, of=self.batches.size(step))
+
     def _global_batch(self, step: int) -> tuple[Rows, int]:
         """Return the sequences of all ranks, and the number of their targets."""
-        rows, num_targets = self._ordered(step // self._steps_at_once)
-        number, size = step % self._steps_at_once, self.plan.config.train.global_batch
-        return rows[number * size : (number + 1) * size], int(num_targets[number])
+        block, number = divmod(step, self._steps_at_once)
+        rows, num_targets = self._ordered(block)
+        first = self.batches.sequences_before(step) - self.batches.sequences_before(step - number)
+        return rows[first : first + self.batches.size(step)], int(num_targets[number])
 
     def _order(self, block: int) -> tuple[Rows, np.ndarray]:
         """Return the sequences of `_steps_at_once` steps in a row, and the number of targets of each step."""
         train = self.plan.config.train
-        num_places = self._steps_at_once * train.global_batch
-        places = np.arange(block * num_places, (block + 1) * num_places)
+        steps = range(block * self._steps_at_once, (block + 1) * self._steps_at_once)
+        starts = np.array([self.batches.sequences_before(step) for step in steps])
+        places = np.arange(starts[0], self.batches.sequences_before(steps.stop))
         parts = []  # steps beyond the plan's sequences stay empty
         if self.mixture is None:
             here = places < self.plan.sequences
@@ -180,8 +186,8 @@ class Loader:
             for source in range(self.mixture.num_sources):
                 here = (sources == source) & (places < self.plan.sequences)
                 parts.append((np.flatnonzero(here), self._rows_of(source, numbers[here], key=(train.seed, source))))
-        rows = Rows.placed(parts, num=num_places)
-        return rows, num_predicted(self.plan, rows.lengths).reshape(-1, train.global_batch).sum(axis=1)
+        rows = Rows.placed(parts, num=len(places))
+        return rows, np.add.reduceat(num_predicted(self.plan, rows.lengths), starts - starts[0])
 
     def _rows_of(self, source: int, numbers: np.ndarray, *, key: tuple[int, ...]) -> Rows:
         """Return a source's sequences; `numbers` [n] count through its epochs, each of which has another order."""

@@ -72,6 +72,8 @@ def _figures(result: TrainResult, *, parity: ParityReport, evaluation: EvalRepor
             ("validation loss", f"{evaluation.loss:.4f} nats per token, {evaluation.tokens:,} held-out tokens"),
             ("perplexity", f"{evaluation.perplexity:.2f}"),
         ]
+        if evaluation.describe_weights:
+            rows.append(("weights", evaluation.describe_weights))
         if evaluation.bits_per_byte is not None:  # None for masked models: they predict only masked tokens
             rows.append(("bits per byte", f"{evaluation.bits_per_byte:.4f}"))
     rows.append(("export", parity.in_words))

@@ -66,6 +66,7 @@ class Rates:
         rows: Sequence[Mapping[str, float]] = (),
     ) -> None:
         self.plan, self.device, self.step, self.tokens = plan, device, start, tokens
+        self.batches = plan.batches
         self.recent, self.since, self.is_paused = Throughput(), time.perf_counter(), False
         self.sent_bytes, self.last_row_step, self.last_row_tokens = 0, start, tokens
         self.first_row: tuple[int, float] | None = None  # step and time of the last row
@@ -80,10 +81,13 @@ class Rates:
         self.tokens += num_tokens
         self.sent_bytes += sent_bytes
         if not self.is_paused:
-            batch = self.plan.config.train.global_batch
             self.recent.steps += 1
-            self.recent.sequences += min(batch, self.plan.sequences - (self.step - 1) * batch)
+            self.recent.sequences += self._sequences(self.step) - self._sequences(self.step - 1)
             self.recent.tokens += num_tokens
+
+    def _sequences(self, steps: int) -> int:
+        """Return the sequences of the first `steps` steps; max_epochs may end within the last batch."""
+        return min(self.batches.sequences_before(steps), self.plan.sequences)
 
     def leave_out(self) -> None:
         """Count a step without a batch."""
@@ -100,16 +104,20 @@ class Rates:
             self.after_first_row += self.recent
         self.recent = Throughput()
         found = self.latest | self._eta(now) | self._communication() | self._padding()
+        if self.plan.batch_phases:
+            found["global_batch"] = self.batches.size(self.step - 1)
         self.sent_bytes, self.last_row_step, self.last_row_tokens = 0, self.step, self.tokens
         return found
 
     def _eta(self, now: float) -> dict[str, float]:
-        """Seconds to the last step at the pace since the first row, pauses included; the first step is no measure."""
+        """Seconds to the last step at the pace of sequences since the first row, pauses included; the first step is no
+        measure."""
         if self.first_row is None:
             self.first_row = self.step, now
             return {}
         step, began = self.first_row
-        return {"eta_s": (self.plan.steps - self.step) * (now - began) / (self.step - step)}
+        done, so_far = self._sequences(step), self._sequences(self.step)
+        return {"eta_s": (self.plan.sequences - so_far) * (now - began) / (so_far - done)}
 
     def _communication(self) -> dict[str, float]:
         """Return the MiB that this rank sent per step since the last row; empty if its strategy does not count them."""
@@ -120,7 +128,7 @@ class Rates:
     def _padding(self) -> dict[str, float]:
         """Return the share of places without a token in all sequences since the last row, if the packing pads them."""
         train = self.plan.config.train
-        first, last = (min(n * train.global_batch, self.plan.sequences) for n in (self.last_row_step, self.step))
+        first, last = self._sequences(self.last_row_step), self._sequences(self.step)
         if train.packing not in BY_DOCUMENT or first == last:
             return {}
         return {"padding_share": 1 - (self.tokens - self.last_row_tokens) / ((last - first) * train.context)}

@@ -192,8 +192,8 @@ def measurement_of(
     """Return the run's measurements. Raises ValueError, with the reason, for a run that would teach nothing."""
     if plan.priced is None:
         raise ValueError("its plan was not made from this measurement of this machine's rates")
-    if plan.idle_hosts or plan.rebalance:
-        what = "hosts were idle" if plan.idle_hosts else "micro-batches could change while it trained"
+    if plan.idle_hosts or plan.rebalance or plan.batch_phases:
+        what = "hosts were idle" if plan.idle_hosts else "its batches could change while it trained"
         raise ValueError(f"{what}, so its steps are not those that were priced")
     timed = [row for row in _steady_rows(rows) if row.get("split/step_ms")]
     shares = [row.get("split/exposed_communication_ms", 0.0) / row["split/step_ms"] for row in timed]

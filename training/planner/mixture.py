@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from training.config.data import DataConfig, SourceConfig
+from training.config.train import Batches
 from training.records.plan import MixturePhase, PlannedSource
 from training.shards.mixture import Mixture
 from training.shards.packing import Epoch
@@ -22,7 +23,7 @@ def one_pass(data: DataConfig, epoch: Sequence[Epoch]) -> Epoch:
 
 
 def plan_sources(
-    data: DataConfig, epoch: Sequence[Epoch], *, steps: int, sequences: int, global_batch: int
+    data: DataConfig, epoch: Sequence[Epoch], batches: Batches, *, steps: int, sequences: int
 ) -> tuple[tuple[PlannedSource, ...], tuple[MixturePhase, ...]]:
     """Return the sources that a run of these steps and sequences sees, and their shares.
 
@@ -45,7 +46,7 @@ def plan_sources(
             phases.pop()
         if first < steps:
             phases.append(MixturePhase(first_step=first, shares=_normalized(_by_sequence(weights, epoch))))
-    counts = Mixture(phases, global_batch=global_batch).counts(sequences).tolist()
+    counts = Mixture(phases, batches).counts(sequences).tolist()
     planned = (
         PlannedSource(name=name, epochs=count / max(1, one.sequences), **one._asdict())
         for name, one, count in zip(names, epoch, counts, strict=True)

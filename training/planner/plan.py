@@ -6,8 +6,9 @@ are refused here, on the head node, with the numbers and the cure. `reasons` lis
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from training.config.data import ASSUMED_VOCAB
 from training.config.parallel import Precision
 from training.config.run import RunConfig
 from training.config.size_rule import describe as describe_size
-from training.config.train import TrainConfig, check_schedule, warn_of_warmup
+from training.config.train import MOST_STEPS, Batches, TrainConfig, check_schedule, warn_of_warmup
 from training.facts.families import why_not
 from training.planner.chosen_layout import ChosenLayout
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
@@ -74,15 +75,21 @@ def make_plan(
     )
     _check_choice(config, shape, inventory.device_kind, chosen, split)
     _check_cross_attention(config, chosen, hf_config or {})
-    run = _run_length(config, epoch, step_s=split.step_s, steps_in_time=steps_in_time)
+    batches = batches_of(config, epoch)
+
+    def total_s(steps: int) -> float:
+        return steps * sum(_step_s(chosen, split, batches, steps).values()) if steps else 0.0
+
+    run = _run_length(config, epoch, total_s, steps_in_time=steps_in_time)
     compiled = chosen.config.train.compile is True
-    text, why_text = _text(config, epoch, steps=run.steps, sequences=run.sequences)
+    text, why_text = _text(config, epoch, run)
     assumed = _assumptions(config, shards, inventory, steps=run.steps, compiled=compiled)
     why_fp8 = _why_fp8(shape) if "fp8" in split.precisions else []
-    why_steps, why_losses = f"{counted(run.steps, 'step')}: {run.why}", _other_losses(hf_config or {})
-    reasons = [why_steps, *describe_size(config), *assumed, *why_fp8, *why_positions, *why_losses, *why_text]
+    why_steps, why_losses = [f"{counted(run.steps, 'step')}: {run.why}"], _other_losses(hf_config or {})
+    why_steps += [*_why_batches(run), *_why_average(config, run.steps)]
+    reasons = [*why_steps, *describe_size(config), *assumed, *why_fp8, *why_positions, *why_losses, *why_text]
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
-    predicted = _predicted(chosen, split, inventory, num_steps=run.steps)
+    predicted = _predicted(chosen, split, inventory, run=run)
     _check_disk(config, predicted.checkpoint_gib, run.steps, hosts[0])
     threads = min(max(1, host.cores // n) for host, n in zip(hosts, chosen.cluster.ranks_per_host, strict=True))
     if config.checkpoint.memory_every_steps:
@@ -150,30 +157,78 @@ class RunLength:
     in_time: int
     sequences: int
     why: str
+    batches: Batches
 
-    def plan_fields(self) -> dict[str, int]:
+    def plan_fields(self) -> dict[str, Any]:
         """Return the fields of a RunPlan that the length decides."""
-        return {"steps": self.steps, "steps_in_time": self.in_time, "sequences": self.sequences}
+        phases = self.batches.phases if len(self.batches.phases) > 1 else ()
+        lengths = {"steps": self.steps, "steps_in_time": self.in_time, "sequences": self.sequences}
+        return {**lengths, "batch_phases": phases}
 
 
-def _run_length(config: RunConfig, epoch: Sequence[Epoch] | None, *, step_s: float, steps_in_time: int) -> RunLength:
-    """Return the run's length. `steps_in_time`: of the run's first plan; 0: by `step_s`."""
-    in_time = steps_in_time or steps_that_fit(config.train, step_s=step_s)
+def _run_length(
+    config: RunConfig, epoch: Sequence[Epoch] | None, total_s: Callable[[int], float], *, steps_in_time: int
+) -> RunLength:
+    """Return the run's length. `total_s`: seconds of so many steps; `steps_in_time`: of the run's first plan; 0: by
+    `total_s`.
+    """
+    in_time = steps_in_time or steps_that_fit(config.train, total_s)
     steps, sequences, why = length(config, epoch, steps_in_time=in_time)
     check_schedule(config.train, steps=steps)
     if steps == in_time:
-        why += f"; {_time_limit(config.train, steps, step_s, is_kept=bool(steps_in_time))}"
-    return RunLength(steps, in_time, sequences, why)
+        why += f"; {_time_limit(config.train, steps, total_s, is_kept=bool(steps_in_time))}"
+    return RunLength(steps, in_time, sequences, why, batches_of(config, epoch))
 
 
-def _text(
-    config: RunConfig, epoch: Sequence[Epoch] | None, *, steps: int, sequences: int
-) -> tuple[dict[str, Any], list[str]]:
+def _step_s(chosen: ChosenLayout, split: BatchSplit, batches: Batches, steps: int) -> dict[str, float]:
+    """Return the mean seconds of the first `steps` steps by part: larger ones accumulate more, and once do the rest."""
+    job, layout = chosen.job, replace(chosen.layout, stages=())  # as in _times_as_long_eager
+    times = batches.sequences_before(steps) / steps / job.global_batch  # a fraction: the parts are linear in it
+    if times == 1:
+        return dict(split.seconds)
+    larger = replace(layout, accumulation=times * layout.accumulation)  # type: ignore[arg-type]
+    once, more = (seconds_of(chosen.config, job, each, chosen.cluster) for each in (layout, larger))
+    mean = sum(more.values()) / sum(once.values())  # of parts that only unlike replicas have
+    return {p: seconds * (more[p] / once[p] if p in once else mean) for p, seconds in split.seconds.items()}
+
+
+def _why_batches(run: RunLength) -> list[str]:
+    """Return a sentence on the sizes of the global batch, if it grows."""
+    first, *later = run.batches.phases
+    if not later:
+        return []
+    sizes = "; ".join(
+        f"{phase.global_batch:,} from step {phase.first_step + 1:,} on"
+        + (f", which the {counted(run.steps, 'step')} do not reach" if phase.first_step >= run.steps else "")
+        for phase in later
+    )
+    return [
+        f"batch: {first.global_batch:,} sequences in a step, {sizes} (train.batch_schedule); micro-batches keep their "
+        "size, larger steps accumulate more of them; step times are means of all steps"
+    ]
+
+
+def _why_average(config: RunConfig, steps: int) -> list[str]:
+    """Return a sentence on train.average. Raises ValueError if the run makes fewer checkpoints than it takes."""
+    train, every = config.train, config.checkpoint.every_steps
+    number, made = train.num_averaged, -(-steps // every)
+    if made < number:
+        raise ValueError(
+            f"train.average={train.average} takes the last {number} checkpoints (train.average_checkpoints), and "
+            f"{counted(steps, 'step')} with checkpoint.every_steps = {every} make {made}: set "
+            f"checkpoint.every_steps={max(1, steps // number)} or train.average=none"
+        )
+    about = f"average: the {train.average} of the last {number} checkpoints' weights is evaluated beside the last ones"
+    chosen = f"export.weights={config.export.weights} chooses which are exported; the checkpoints are kept for it"
+    return [f"{about}, and {chosen}"] if number else []
+
+
+def _text(config: RunConfig, epoch: Sequence[Epoch] | None, run: RunLength) -> tuple[dict[str, Any], list[str]]:
     """Return the plan's fields on the sources of text, and sentences on them; nothing without token shards."""
     if epoch is None:
         return {}, []
-    batch = config.train.global_batch
-    sources, mixture = plan_sources(config.data, epoch, steps=steps, sequences=sequences, global_batch=batch)
+    steps = run.steps
+    sources, mixture = plan_sources(config.data, epoch, run.batches, steps=steps, sequences=run.sequences)
     packing = describe_packing(sources, packing=config.train.packing, context=config.train.context)
     reasons = describe_sources(config.data, sources, steps=steps) + packing + warn_of_repeats(sources)
     return {"sources": sources, "mixture": mixture}, reasons
@@ -208,7 +263,7 @@ def _choose_compile(
         return choose(compiled=False), (f"compile off: {error}",)  # zero3 may fit
     chosen, split, _ = compiled
     eager_s = split.step_s * _times_as_long_eager(chosen)
-    in_time = steps_in_time or steps_that_fit(config.train, step_s=eager_s)
+    in_time = steps_in_time or steps_that_fit(config.train, lambda steps: steps * eager_s)
     steps, *_ = length(config, epoch, steps_in_time=in_time)
     saved_s = steps * (eager_s - split.step_s)
     if saved_s < COMPILING_S:
@@ -275,7 +330,14 @@ def _choose(config: RunConfig, shape: ModelShape, inventory: Inventory, measurem
     return chosen, split, (why,)
 
 
-def _predicted(chosen: ChosenLayout, split: BatchSplit, inventory: Inventory, *, num_steps: int) -> Prediction:
+def _predicted(
+    chosen: ChosenLayout,
+    split: BatchSplit,
+    inventory: Inventory,
+    *,
+    run: RunLength,
+) -> Prediction:
+    """Return the prediction; of steps of several sizes the mean."""
     per_host = zip(inventory.hosts, chosen.cluster.ranks_per_host, strict=False)
     devices = [device for host, ranks in per_host for device in host.devices[:ranks]]
     micro_batch, precision = max(split.micro_batches), split.precisions[0]
@@ -287,9 +349,10 @@ def _predicted(chosen: ChosenLayout, split: BatchSplit, inventory: Inventory, *,
         chosen.job_in(precision),
         chosen.layout,
         chosen.cluster,
-        num_steps=num_steps,
+        num_steps=run.steps,
+        sequences=run.batches.sequences_before(run.steps) / run.steps,
         largest_micro_batch=micro_batch,
-        seconds=split.seconds,
+        seconds=_step_s(chosen, split, run.batches, run.steps),
         peak_tflops=split.peak_tflops,
         datasheet_tflops=mean_datasheet_tflops([(each.name, chosen.precision.of(each)) for each in devices]),
         correction=chosen.best.correction,
@@ -461,23 +524,39 @@ def _refuse(asked: str, cure: str, faults: Mapping[str, bool]) -> None:
         raise ValueError(f"{asked} does not work here, because this run {text}. Change that, or set {cure}")
 
 
-def steps_that_fit(train: TrainConfig, *, step_s: float) -> int:
-    """Return the number of steps of `step_s` seconds that fit into train.target_minutes; 0 without this limit."""
+def steps_that_fit(train: TrainConfig, total_s: Callable[[int], float]) -> int:
+    """Return the number of steps that fit into train.target_minutes, by the seconds of so many steps; 0 without this
+    limit.
+    """
     if not train.target_minutes:
         return 0
-    return max(math.ceil(FEWEST_STEPS * train.steps), int(60 * train.target_minutes / step_s))
+    fit = bisect.bisect_right(range(MOST_STEPS), 60 * train.target_minutes, key=total_s) - 1
+    return max(math.ceil(FEWEST_STEPS * train.steps), fit)
 
 
-def _time_limit(train: TrainConfig, steps: int, step_s: float, *, is_kept: bool) -> str:
+def _time_limit(train: TrainConfig, steps: int, total_s: Callable[[int], float], *, is_kept: bool) -> str:
     """Return why train.target_minutes gives this number of steps, and how to get all of them."""
     if is_kept:
         why = "as in this run's first plan"
     else:
-        why = f"a step takes {1000 * step_s:,.0f} ms as predicted for this machine"
-        if steps * step_s > 60 * train.target_minutes:
+        why = f"a step takes {1000 * total_s(steps) / steps:,.0f} ms as predicted for this machine"
+        if total_s(steps) > 60 * train.target_minutes:
             why += f", and {steps:,} is the minimum, {FEWEST_STEPS:.0%} of train.steps"
-    all_steps = format_duration(train.steps * step_s)
+    all_steps = format_duration(total_s(train.steps))
     return f"{why}; train.target_minutes=0 takes all {train.steps:,}, about {all_steps} of training"
+
+
+def batches_of(config: RunConfig, epoch: Sequence[Epoch] | None) -> Batches:
+    """Return the sequences of each step."""
+    return Batches.of(config.train, sequence_tokens=_sequence_tokens(config, epoch))
+
+
+def _sequence_tokens(config: RunConfig, epoch: Sequence[Epoch] | None) -> float:
+    """Return the mean tokens of a sequence, because some packings leave places empty."""
+    if epoch is None:
+        return float(config.train.context)
+    whole = one_pass(config.data, epoch)
+    return whole.tokens / whole.sequences
 
 
 def length(config: RunConfig, epoch: Sequence[Epoch] | None, *, steps_in_time: int = 0) -> tuple[int, int, str]:
@@ -486,22 +565,20 @@ def length(config: RunConfig, epoch: Sequence[Epoch] | None, *, steps_in_time: i
     Batches are whole, except the last one under max_epochs, so that each pass takes every sequence once.
     `steps_in_time`: the limit that train.target_minutes sets; 0: none.
     """
-    train, sequence_tokens = config.train, float(config.train.context)
-    if epoch is not None:
-        whole = one_pass(config.data, epoch)
-        sequence_tokens = whole.tokens / whole.sequences  # on average, because some packings leave places empty
-    limits = [(train.steps, train.steps * train.global_batch, "train.steps")]
+    train, batches = config.train, batches_of(config, epoch)
+    limits = {"train.steps": train.steps}
     if train.max_tokens:
-        steps = max(1, int(train.max_tokens / sequence_tokens / train.global_batch))
-        limits.append((steps, steps * train.global_batch, f"train.max_tokens = {train.max_tokens:,}"))
-    if train.max_epochs and epoch is not None:
-        sequences = max(1, round(train.max_epochs * whole.sequences))
-        why = f"train.max_epochs = {train.max_epochs:g}, of {whole.sequences:,} sequences each"
-        limits.append((-(-sequences // train.global_batch), sequences, why))
+        sequences = int(train.max_tokens / _sequence_tokens(config, epoch))
+        limits[f"train.max_tokens = {train.max_tokens:,}"] = max(1, batches.steps_for(sequences + 1) - 1)
     if steps_in_time:
-        why = f"train.target_minutes = {train.target_minutes:g}"
-        limits.append((steps_in_time, steps_in_time * train.global_batch, why))
-    return min(limits)
+        limits[f"train.target_minutes = {train.target_minutes:g}"] = steps_in_time
+    found = [(steps, batches.sequences_before(steps), why) for why, steps in limits.items()]
+    if train.max_epochs and epoch is not None:
+        whole = one_pass(config.data, epoch).sequences
+        sequences = max(1, round(train.max_epochs * whole))
+        why = f"train.max_epochs = {train.max_epochs:g}, of {whole:,} sequences each"
+        found.append((batches.steps_for(sequences), sequences, why))
+    return min(found)
 
 
 def disk_gib_needed(config: RunConfig, *, checkpoint_gib: float, steps: int) -> float:
@@ -516,7 +593,11 @@ def disk_gib_needed(config: RunConfig, *, checkpoint_gib: float, steps: int) -> 
 
 def _kept_checkpoints(config: RunConfig, steps: int) -> int:
     saving = config.checkpoint
-    return saving.keep_last + saving.keep_best + (steps // saving.keep_every_steps if saving.keep_every_steps else 0)
+    return (
+        max(saving.keep_last, config.train.num_averaged)
+        + saving.keep_best
+        + (steps // saving.keep_every_steps if saving.keep_every_steps else 0)
+    )
 
 
 def _check_disk(config: RunConfig, checkpoint_gib: float, steps: int, host: Host) -> None:

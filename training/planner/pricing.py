@@ -145,7 +145,8 @@ def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
 
 
 def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
-    """Memory of a rank by part, in GiB, at the peak of a step."""
+    """Memory of a rank by part, in GiB, at the peak of the largest step."""
+    layout = replace(layout, accumulation=layout.accumulation * config.train.most_accumulated)
     model, shards = cost_model_of(config, job, layout, cluster), num_shards(config, layout, cluster)
     parts = memory_gib(job, layout, model, num_shards=shards)
     parameters = stage_parameters(job, layout)
@@ -205,6 +206,7 @@ def predict(
     cluster: Cluster,
     *,
     num_steps: int,
+    sequences: float,
     largest_micro_batch: int,
     seconds: Mapping[str, float],
     peak_tflops: float,
@@ -212,7 +214,8 @@ def predict(
     correction: Correction,
     memory: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """The plan's prediction. `seconds`: of a step by part, on the slowest replica, corrected. TFLOP/s: ranks' means.
+    """The plan's prediction. `seconds`: of a step by part, on the slowest replica, corrected; `sequences`: of a step.
+    TFLOP/s: ranks' means.
 
     `memory`: of the rank that needs most, where ranks are priced one by one.
     """
@@ -220,7 +223,7 @@ def predict(
     if memory is None:
         memory = memory_of(config, job, replace(layout, micro_batch=largest_micro_batch), cluster)
     whole = sum(seconds.values())
-    tokens_per_s = config.train.global_batch * config.train.context / whole
+    tokens_per_s = sequences * config.train.context / whole
     peak = peak_tflops if cluster.is_measured else 0.0
     flops = flops_per_token(shape)
     tflops = tokens_per_s * flops / layout.world_size / 1e12

@@ -505,10 +505,12 @@ def accumulation_refusal(config: RunConfig, accumulation: int, *, pp: int, dp: i
     1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many. DDP's static
     graph cannot begin with a micro-batch that is not reduced (an assertion in torch 2.13's reducer).
     """
-    if config.parallel.static_graph and accumulation > 1:
+    most = accumulation * config.train.most_accumulated
+    if config.parallel.static_graph and most > 1:
         return (
-            f"parallel.static_graph with {accumulation} accumulated micro-batches is more than DDP can: set "
-            f"train.micro_batch={config.train.global_batch // dp} or parallel.static_graph=false"
+            f"parallel.static_graph with {most} accumulated micro-batches is more than DDP can: set "
+            f"train.micro_batch={config.train.global_batch // dp}"
+            f"{' and train.batch_schedule=[]' * bool(config.train.batch_schedule)} or parallel.static_graph=false"
         )
     interleaved = config.parallel.pp_stages_per_rank > 1
     if accumulation < pp or (interleaved and accumulation % pp):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from training.config.parallel import Stages
-from training.config.run import CheckpointConfig
+from training.config.run import RunConfig
 from training.records.left_out import SpikeState
 from training.records.record import Record, sha256_file
 
@@ -74,17 +74,45 @@ def finished_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.is_dir())
 
 
-def kept_steps(whole: Sequence[CheckpointManifest], config: CheckpointConfig) -> set[int]:
+def averaged_steps(whole: Sequence[CheckpointManifest], config: RunConfig) -> tuple[int, ...]:
+    """Return the steps of the complete checkpoints that train.average takes, in order: the last of `whole`, and those
+    before it at multiples of checkpoint.every_steps, which do not depend on where a run was stopped.
+    """
+    if not (config.train.num_averaged and whole):
+        return ()
+    every, left_out = config.checkpoint.every_steps, whole[-1].spikes.left_out
+    regular = [each.step for each in whole[:-1] if each.step % every == 0 and not each.was_trained_on(left_out)]
+    return (*regular[1 - config.train.num_averaged :], whole[-1].step)
+
+
+def averaged_checkpoints(run_dir: Path, config: RunConfig, *, last_step: int) -> list[Path]:
+    """Return the checkpoints whose average train.average asks for, oldest first; none if there is only the last."""
+    whole = [
+        CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
+        for folder in finished_checkpoints(run_dir)
+        if int(folder.name) <= last_step and not damage(folder, hashes=False)
+    ]
+    steps = averaged_steps(whole, config)
+    if len(steps) < config.train.num_averaged:
+        logger.warning(
+            "train.average=%s of %d checkpoints: there are only those of the steps %s",
+            *(config.train.average, config.train.num_averaged, steps),
+        )
+    return [checkpoint_folder(run_dir, step) for step in steps] if len(steps) > 1 else []
+
+
+def kept_steps(whole: Sequence[CheckpointManifest], config: RunConfig) -> set[int]:
     """Return the steps of the complete checkpoints that the config keeps, in order.
 
     The best is the one of the lowest validation loss; of several after the same validation, the nearest to it.
     """
-    kept = {manifest.step for manifest in whole[-config.keep_last :]}
+    saving = config.checkpoint
+    kept = {manifest.step for manifest in whole[-saving.keep_last :]} | {*averaged_steps(whole, config)}
     measured = [(manifest.val_loss, manifest.step) for manifest in whole if manifest.val_loss is not None]
-    if config.keep_best and measured:
+    if saving.keep_best and measured:
         kept.add(min(measured)[1])
-    if config.keep_every_steps:
-        kept |= {manifest.step for manifest in whole if manifest.step % config.keep_every_steps == 0}
+    if saving.keep_every_steps:
+        kept |= {manifest.step for manifest in whole if manifest.step % saving.keep_every_steps == 0}
     return kept
 
 

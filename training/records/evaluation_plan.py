@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from training.config.parallel import StrategyName
+from training.records.checkpoint import averaged_checkpoints
 from training.records.plan import RankPlan, RunPlan
 from training.records.record import DamagedRecord
 from training.records.train_result import TrainResult
@@ -16,7 +17,8 @@ SHARDED = frozenset({"fsdp", "hsdp", "zero3"})  # chosen where a rank cannot hol
 class EvaluationPlan(RankPlan):
     """SHARDLINE_HOME/evaluations/ID/plan.json.
 
-    `model`: a folder in Hugging Face layout, absolute or relative to the plan's.
+    `model`: a folder in Hugging Face layout, absolute or relative to the plan's. `averaged`: checkpoints whose average
+    is measured beside it, oldest first.
     """
 
     model: str
@@ -25,6 +27,7 @@ class EvaluationPlan(RankPlan):
     strategy: StrategyName = "single"
     offload: Literal["none", "optimizer", "parameters"] = "none"
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    averaged: tuple[str, ...] = ()
     accumulation: int = 1
     rebalance: bool = False
 
@@ -73,7 +76,9 @@ def read_evaluation_plan(path: Path) -> EvaluationPlan:
     """An evaluation's plan.json as it is; from a trained run's plan.json, the evaluation of its last checkpoint."""
     result = path.with_name("result.json")
     if result.exists():
-        return EvaluationPlan.of_run(RunPlan.read(path), TrainResult.read(result))
+        plan, trained = RunPlan.read(path), TrainResult.read(result)
+        averaged = averaged_checkpoints(path.parent, plan.config, last_step=trained.step)
+        return EvaluationPlan.of_run(plan, trained).model_copy(update={"averaged": tuple(map(str, averaged))})
     try:
         return EvaluationPlan.read(path)
     except DamagedRecord:

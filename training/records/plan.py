@@ -17,6 +17,7 @@ from pydantic import Field, computed_field, model_validator
 from training.config.device_names import key_for
 from training.config.parallel import IN_SHARDS, Precision, Stages, StrategyName
 from training.config.run import RunConfig
+from training.config.train import Batches, BatchPhase
 from training.records.correction import Correction, Priced
 from training.records.model_sizes import ModelSizes
 from training.records.record import Record, with_matmul_share
@@ -344,6 +345,7 @@ class RunPlan(RankPlan):
     `ranking`: the possible layouts, the chosen one first; at the end some that do not fit.
     `steps_in_time`: how many of them train.target_minutes has time for, as the run's first plan predicted; 0: no limit.
     `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
+    `batch_phases`: the sequences of each step, by train.batch_schedule; empty where all have train.global_batch.
     `sources`: those of data.sources, or the corpus as one; empty without shards, and in plans made before there were
     mixtures. `mixture`: by phase, empty where there is one source.
     `price_per_hour`: of all its devices together, in prices.currency; None if a device has no price.
@@ -358,6 +360,7 @@ class RunPlan(RankPlan):
     steps: int
     steps_in_time: int = 0
     sequences: int
+    batch_phases: tuple[BatchPhase, ...] = ()
     sources: tuple[PlannedSource, ...] = ()
     mixture: tuple[MixturePhase, ...] = ()
     predicted: Prediction
@@ -420,15 +423,20 @@ class RunPlan(RankPlan):
         return None if self.price_per_hour is None else self.price_per_hour * self.predicted.train_s / 3600
 
     @property
+    def batches(self) -> Batches:
+        """The sequences of each step."""
+        return Batches(self.batch_phases or (BatchPhase(0, self.config.train.global_batch),))
+
+    @property
     def batch_tokens(self) -> int:
-        """Tokens per optimizer step, over all ranks."""
+        """Tokens of the first optimizer step, over all ranks."""
         return self.config.train.global_batch * self.config.train.context
 
     @property
     def tokens(self) -> int:
         """Tokens of all steps, over all ranks, without padding where the plan knows the text."""
         if not self.sources:
-            return self.steps * self.batch_tokens
+            return self.batches.sequences_before(self.steps) * self.config.train.context
         return round(sum(source.epochs * source.tokens for source in self.sources))
 
 

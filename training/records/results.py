@@ -10,6 +10,8 @@ from pydantic import Field
 from training.records.record import Record
 from training.records.text_encoding import TextEncoding
 
+Weights = Literal["last", "average"]  # of the last step, or by train.average
+
 
 class Sample(Record):
     """A text that the model generated."""
@@ -47,7 +49,11 @@ class TaskScore(Record):
 
 
 class EvalReport(Figures):
-    """eval.json: measurements over the whole held-out split, in which every token is predicted once."""
+    """eval.json: measurements over the whole held-out split, in which every token is predicted once.
+
+    `weights`: those which all figures are of. Where train.average makes others, `last_loss` and `average_loss` are the
+    losses of both, and `averaged_steps` the checkpoints' steps; otherwise None, and empty.
+    """
 
     step: int
     checkpoint_sha256: str
@@ -55,7 +61,22 @@ class EvalReport(Figures):
     sources: tuple[SourceFigures, ...] = ()
     tasks: tuple[TaskScore, ...] = ()
     samples: tuple[Sample, ...]
+    weights: Weights = "last"
+    last_loss: float | None = None
+    average_loss: float | None = None
+    averaged_steps: tuple[int, ...] = ()
     seconds: float
+
+    @property
+    def describe_weights(self) -> str:
+        """Describe both weights, where there are two; else empty."""
+        if self.last_loss is None or self.average_loss is None:
+            return ""
+        steps = ", ".join(f"{step:,}" for step in self.averaged_steps)
+        return (
+            f"loss {self.last_loss:.4f} with the last weights, {self.average_loss:.4f} with the average of the "
+            f"checkpoints of steps {steps}; all other figures, and the export, are of the {self.weights}"
+        )
 
     @property
     def loss_by_source(self) -> dict[str, float]:
@@ -207,12 +228,14 @@ class EngineReport(Record):
 class ExportedModel(Record):
     """export/: model.safetensors, config.json, tokenizer, generation_config.json, ONNX graphs; sha256 by name.
 
+    averaged_steps: of the checkpoints whose average it is, by train.average; empty: it is the checkpoint's own weights.
     tensors: the shapes of the model's state by name; empty in records of older versions, which left buffers out.
     text_encoding: how text becomes tokens; None in records of older versions, to which all were special.
     """
 
     step: int
     checkpoint_sha256: str
+    averaged_steps: tuple[int, ...] = ()
     objective: Literal["causal", "masked"]
     context: int
     end_id: int

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from training.config.train import Batches
 from training.records.plan import MixturePhase
 
 ONE_BITS = 31  # a share is a whole number of 2**-31, so that counts are exact up to 2**62 sequences
@@ -31,13 +32,13 @@ class _Phase:
 class Mixture:
     """The sources of a run's sequences, by phase."""
 
-    def __init__(self, phases: Sequence[MixturePhase], *, global_batch: int) -> None:
+    def __init__(self, phases: Sequence[MixturePhase], batches: Batches) -> None:
         """`phases` as in the plan: the first begins at step 0, and each has a share for every source."""
         assert phases[0].first_step == 0
         self.num_sources = len(phases[0].shares)
         self._phases: list[_Phase] = []
         for phase in phases:
-            first = phase.first_step * global_batch
+            first = batches.sequences_before(phase.first_step)
             before = self.counts(first) if self._phases else np.zeros(self.num_sources, np.int64)
             self._phases.append(_Phase(first, before, _of_the_rest(phase.shares)))
 

@@ -30,11 +30,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from training.data.batch import Share
 from training.models.family import layers_of
 from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.records.plan import RankPlan
 from training.runtime.mesh import INSIDE, Mesh, group_mesh
+from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
 
 
@@ -42,14 +44,14 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
     groups = group_mesh(plan) if plan.strategy == "hsdp" else mesh["dp"]
     options = shard_options(plan, groups)
     inside = groups[INSIDE] if plan.strategy == "hsdp" else groups
-    sent = _step_bytes(plan, model, inside=inside.size())
+    once, with_one = (_step_bytes(plan, model, inside=inside.size(), accumulated=number) for number in (0, 1))
     for layer in layers_of(model.hf):
         fully_shard(layer, reshard_after_forward=plan.reshard_after_forward, **options)
     parts = _shard_ends(plan, model, **options)
     fully_shard(model, ignored_params={p for part in parts for p in part.parameters()} or None, **options)
     for method in ("scores", "next_logits"):  # they gather weights as `forward` does
         register_fsdp_forward_method(model, method)
-    return Fsdp(plan, mesh, model, weights, inside=inside, sent=sent)
+    return Fsdp(plan, mesh, model, weights, inside=inside, sent=(once, with_one - once))
 
 
 def _shard_ends(plan: RankPlan, model: LanguageModel, **options: Any) -> list[nn.Module]:
@@ -86,8 +88,15 @@ def shard_options(plan: RankPlan, mesh: DeviceMesh) -> dict[str, Any]:
     return options
 
 
-def _step_bytes(plan: RankPlan, model: LanguageModel, *, inside: int) -> int:
-    """Return the bytes that a rank sends in a step.
+def reshard(module: nn.Module) -> None:
+    """Drop the weights that are still gathered: otherwise they would be used in place of newly loaded ones."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
+def _step_bytes(plan: RankPlan, model: LanguageModel, *, inside: int, accumulated: int) -> int:
+    """Return the bytes that a rank sends in a step of so many micro-batches.
 
     Weights are gathered once a step, or in each micro-batch: then layers twice, modules outside of layers once.
     Gradients are reduced once a step or in each micro-batch; gloo sums all of them on all ranks for that, which sends
@@ -102,14 +111,16 @@ def _step_bytes(plan: RankPlan, model: LanguageModel, *, inside: int) -> int:
     gathered = shard_numbers(model.parameters())
     if plan.reshard_after_forward:
         gathered_again = {p for layer in layers_of(model.hf) for p in layer.parameters()}
-        gathered = plan.accumulation * (gathered + shard_numbers(gathered_again))
+        gathered = accumulated * (gathered + shard_numbers(gathered_again))
     reduced = gather_bytes(4 * trained, inside) * (2 if plan.device_kind == "cpu" else 1)
-    reduced *= plan.accumulation if plan.reduce_gradients == "each" else 1
+    reduced *= accumulated if plan.reduce_gradients == "each" else 1
     across = all_reduce_bytes(4 * trained, plan.gradient_ranks // inside)
     return gather_bytes(width_bytes * gathered, inside) + reduced + across
 
 
 class Fsdp(TorchStrategy):
+    """`sent`: the bytes that a rank sends once a step, and in each micro-batch."""
+
     def __init__(
         self,
         plan: RankPlan,
@@ -118,13 +129,14 @@ class Fsdp(TorchStrategy):
         weights: Mapping[str, Tensor],
         *,
         inside: DeviceMesh,
-        sent: int,
+        sent: tuple[int, int],
     ) -> None:
         norm_groups = (inside.get_group(),)
         super().__init__(
             plan, mesh, model, weights, module=model, averaged_over=plan.gradient_ranks, norm_groups=norm_groups
         )
-        self.sent, self.several_groups = sent, inside.size() < plan.gradient_ranks
+        self.sent, self.accumulated = sent, plan.accumulation
+        self.several_groups = inside.size() < plan.gradient_ranks
         self.reshards, self.reduces_each = plan.reshard_after_forward, plan.reduce_gradients == "each"
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
@@ -139,5 +151,14 @@ class Fsdp(TorchStrategy):
             model.set_requires_all_reduce(last)
         return nullcontext()
 
+    def step(self, share: Share, *, learning_rate: float) -> StepStats:
+        self.accumulated = len(share.batches)
+        return super().step(share, learning_rate=learning_rate)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        reshard(self.module)
+        super().load_weights(weights)
+
     def sent_bytes(self) -> int:
-        return self.sent + self.exchanged_bytes
+        once, each = self.sent
+        return once + self.accumulated * each + self.exchanged_bytes

@@ -32,7 +32,7 @@ from training.records.plan import Place, RankPlan
 from training.runtime.mesh import Mesh, all_reduce_together, make_groups
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts
-from training.strategies.fsdp import shard_options, travels_in
+from training.strategies.fsdp import reshard, shard_options, travels_in
 from training.strategies.optim import set_learning_rate
 from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
@@ -189,7 +189,12 @@ class Pipeline(TorchStrategy):
             self.norm_parameters = [parameter for parameter in self.norm_parameters if parameter is not copy]
         self.summed = self._summed(mesh)
         self.weight, self.losses = 0.0, list[Tensor]()
-        self.built: tuple[int, Schedule1F1B | ScheduleInterleaved1F1B] | None = None
+        self.built: tuple[tuple[int, int], Schedule1F1B | ScheduleInterleaved1F1B] | None = None
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for stage in self.stages.values():
+            reshard(stage)
+        super().load_weights(weights)
 
     def saved_names(self) -> dict[str, Tensor]:
         if not self.has_tied_copy:
@@ -226,16 +231,16 @@ class Pipeline(TorchStrategy):
         own = [self.trained[self._embedding]] if self._embedding in self.trained else []
         return [(group, own) for group in make_groups(self.plan, pairs).values() if own]
 
-    def schedule(self, rows: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        """Return the schedule for micro-batches of `rows` sequences; it is rebuilt when `rows` changes.
+    def schedule(self, rows: int, number: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
+        """Return the schedule for `number` micro-batches of `rows` sequences; it is rebuilt when one of both changes.
 
         Stages get their shapes in advance, because torch's trial forward pass would use up random numbers.
         """
-        if self.built is None or self.built[0] != rows:
-            self.built = rows, self._build_schedule(rows)
+        if self.built is None or self.built[0] != (rows, number):
+            self.built = (rows, number), self._build_schedule(rows, number)
         return self.built[1]
 
-    def _build_schedule(self, rows: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
+    def _build_schedule(self, rows: int, num_batches: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
         plan, device = self.plan, next(self.model.parameters()).device
         shape = (rows, plan.config.train.context)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
@@ -253,8 +258,8 @@ class Pipeline(TorchStrategy):
             for number, stage in self.stages.items()
         ]
         if len(stages) == 1:
-            return Schedule1F1B(stages[0], plan.accumulation, loss_fn=self._weighted_loss, scale_grads=False)
-        return ScheduleInterleaved1F1B(stages, plan.accumulation, loss_fn=self._weighted_loss, scale_grads=False)  # type: ignore[arg-type]
+            return Schedule1F1B(stages[0], num_batches, loss_fn=self._weighted_loss, scale_grads=False)
+        return ScheduleInterleaved1F1B(stages, num_batches, loss_fn=self._weighted_loss, scale_grads=False)  # type: ignore[arg-type]
 
     def _hidden_shape(self, rows: int, length: int) -> tuple[int, ...]:
         """Return the shape of the hidden states between stages: under sequence parallelism, of each tp rank's piece."""
@@ -274,7 +279,7 @@ class Pipeline(TorchStrategy):
         inputs = (whole.inputs,) if self.has_first else ()
         arguments: dict[str, Any] = _arguments(whole)
         with phase("forward_backward"):  # the schedule interleaves forward and backward
-            self.schedule(len(share.batches[0].inputs)).step(
+            self.schedule(len(share.batches[0].inputs), len(share.batches)).step(
                 *inputs, target=whole.targets if self.has_last else None, return_outputs=False, **arguments
             )
             self.reduce_gradients()

@@ -64,7 +64,7 @@ def deepspeed_config(plan: RankPlan) -> dict[str, Any]:
         zero["offload_param"] = {"device": "cpu", "pin_memory": plan.device_kind == "cuda"}
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,  # DeepSpeed only counts samples by it: shares may differ
-        "gradient_accumulation_steps": plan.accumulation,
+        "gradient_accumulation_steps": plan.accumulation * plan.config.train.most_accumulated,  # `step` ends each step
         "gradient_clipping": plan.config.train.clip_norm,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
@@ -160,7 +160,8 @@ class Zero:
         if self.scale.dynamic:
             self.optimizer.override_loss_scale(scale)
         self.losses, self.num_targets, self.spike, self.added = [], share.num_targets, "", {}
-        for batch in share.batches:
+        for number, batch in enumerate(share.batches, start=1):
+            self.engine.set_gradient_accumulation_boundary(number == len(share.batches))
             with phase("forward"):
                 loss = self.engine(self.model.forward, batch.inputs, batch.targets, batch.positions, batch.documents)
             self._check_used(loss)

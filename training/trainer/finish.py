@@ -24,4 +24,4 @@ def finish(state: TrainingState, meter: Meter, *, stopped_by: StoppedBy) -> None
         stopped_by=stopped_by,
     ).write(state.run_dir / "result.json")
     with suppress(OSError):  # the run is finished in any case
-        prune(state.run_dir, state.plan.config.checkpoint)
+        prune(state.run_dir, state.plan.config)

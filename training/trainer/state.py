@@ -121,7 +121,7 @@ def build_state(plan: RunPlan, unfilled: Unfilled, found: Path | None, *, rank: 
     spikes = Spikes(plan.config.train, resumed.spikes if resumed is not None else None, left_out=left_out[0])
     if spikes.on_spike == "skip":
         strategy.spikes = spikes
-    micro_batches = MicroBatches(sizes_in_force(plan, resumed), plan.accumulation)
+    micro_batches = MicroBatches(sizes_in_force(plan, resumed))
     loader = Loader(plan, dp_rank=plan.places[rank.rank].dp, device=rank.device, micro_batches=micro_batches)
     return TrainingState(
         plan, rank, run_dir, mesh, model, num_trained, strategy, loader, micro_batches, spikes, resumed

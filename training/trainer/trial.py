@@ -50,7 +50,9 @@ def measure(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrialMeasured:
     """Return the seconds of the last step, and every rank's peak memory. Collective."""
     state = build_state(plan, unfilled_model(plan), None, rank=rank, run_dir=run_dir)
     probe, seconds = DeviceProbe(rank.device, threads=plan.threads_per_rank), 0.0
-    for step in range(min(STEPS, plan.steps)):
+    largest = plan.batches.phases[-1].first_step  # the largest steps may need more memory
+    first = min(largest, max(0, plan.steps - STEPS))
+    for step in range(first, min(first + STEPS, plan.steps)):
         began = time.perf_counter()
         rate = learning_rate(step, plan.config.train, steps=plan.steps)
         state.strategy.step(state.loader.share(step), learning_rate=rate)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.manifests import write_checkpoint_manifest
 from training.checkpoint.retention import keep, prune, remove_leftovers
-from training.config.run import CheckpointConfig
+from training.config.run import RunConfig
 from training.records.checkpoint import (
     CHECKPOINT_MANIFEST,
     WrittenFile,
@@ -45,6 +45,13 @@ def steps(run_dir: Path) -> list[int]:
     return [int(folder.name) for folder in finished_checkpoints(run_dir)]
 
 
+def keeping(**rules: Any) -> RunConfig:
+    """`average`: of so many checkpoints, at multiples of 20 steps."""
+    average = rules.pop("average", 0)
+    train = {"average": "mean", "average_checkpoints": average} if average else {}
+    return RunConfig.model_validate({"checkpoint": {"every_steps": 20, **rules}, "train": train})
+
+
 @pytest.mark.parametrize(
     ("rules", "left"),
     [
@@ -52,6 +59,8 @@ def steps(run_dir: Path) -> list[int]:
         ({"keep_last": 1, "keep_best": True}, [30, 60]),
         ({"keep_last": 2, "keep_every_steps": 20}, [20, 40, 50, 60]),
         ({"keep_last": 1, "keep_best": True, "keep_every_steps": 40}, [30, 40, 60]),
+        ({"keep_last": 1, "average": 3}, [20, 40, 60]),
+        ({"keep_last": 2, "average": 2}, [40, 50, 60]),
         ({"keep_last": 10}, [10, 20, 30, 40, 50, 60]),
     ],
 )
@@ -59,12 +68,12 @@ def test_the_newest_the_best_and_every_so_many_steps_stay(
     rules: dict[str, Any], left: list[int], tmp_path: Path
 ) -> None:
     losses = {10: None, 20: 3.0, 30: 1.5, 40: 1.5, 50: 2.0, 60: 2.5}  # 40 was saved before the next validation
-    prune(checkpoints(tmp_path, losses), CheckpointConfig(**rules))
+    prune(checkpoints(tmp_path, losses), keeping(**rules))
     assert steps(tmp_path) == left
 
 
 def test_a_new_best_takes_the_place_of_the_old(tmp_path: Path) -> None:
-    rules = CheckpointConfig(keep_last=1, keep_best=True)
+    rules = keeping(keep_last=1, keep_best=True)
     prune(checkpoints(tmp_path, {10: 2.0, 20: 3.0}), rules)
     assert steps(tmp_path) == [10, 20]
     prune(checkpoints(tmp_path, {30: 1.0, 40: 4.0}), rules)
@@ -75,7 +84,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_of_the_newest(tmp_path: Path
     checkpoints(tmp_path, {10: None, 20: None, 30: None, 40: None})
     (checkpoint_folder(tmp_path, 10) / CHECKPOINT_MANIFEST).unlink()
     (checkpoint_folder(tmp_path, 30) / "model.safetensors").write_text("weig")
-    prune(tmp_path, CheckpointConfig(keep_last=2))
+    prune(tmp_path, keeping(keep_last=2))
     assert steps(tmp_path) == [20, 30, 40]
 
 
@@ -85,36 +94,36 @@ def test_a_checkpoint_that_is_being_read_stays_until_the_next_time(
     caplog.set_level(logging.INFO)
     checkpoints(tmp_path, {10: None, 20: None, 30: None})
     with reading(checkpoint_folder(tmp_path, 10)), reading(checkpoint_folder(tmp_path, 10)):
-        prune(tmp_path, CheckpointConfig(keep_last=1))
+        prune(tmp_path, keeping(keep_last=1))
         assert steps(tmp_path) == [10, 30]
         assert damage(checkpoint_folder(tmp_path, 10)) is None
     assert f"checkpoint {checkpoint_folder(tmp_path, 10)} is being read: it is deleted later" in caplog.text
-    prune(tmp_path, CheckpointConfig(keep_last=1))
+    prune(tmp_path, keeping(keep_last=1))
     assert steps(tmp_path) == [30]
 
 
 def test_a_deleted_checkpoint_cannot_be_read(tmp_path: Path) -> None:
-    prune(checkpoints(tmp_path, {10: None, 20: None}), CheckpointConfig(keep_last=1))
+    prune(checkpoints(tmp_path, {10: None, 20: None}), keeping(keep_last=1))
     with pytest.raises(FileNotFoundError), reading(checkpoint_folder(tmp_path, 10)):
         pass
 
 
 def test_an_exported_checkpoint_stays_for_good(tmp_path: Path) -> None:
     keep(checkpoint_folder(checkpoints(tmp_path, {10: None, 20: None, 30: None}), 10), why="exported to export/")
-    prune(tmp_path, CheckpointConfig(keep_last=1))
+    prune(tmp_path, keeping(keep_last=1))
     assert steps(tmp_path) == [10, 30]
     assert damage(checkpoint_folder(tmp_path, 10)) is None
     (checkpoint_folder(tmp_path, 10) / "keep").unlink()
-    prune(tmp_path, CheckpointConfig(keep_last=1))
+    prune(tmp_path, keeping(keep_last=1))
     assert steps(tmp_path) == [30]
 
 
 def test_the_checkpoint_of_result_json_stays_until_there_is_another(tmp_path: Path) -> None:
     point_at(checkpoints(tmp_path, {10: None, 20: None, 30: None}), 10)
-    prune(tmp_path, CheckpointConfig(keep_last=1))
+    prune(tmp_path, keeping(keep_last=1))
     assert steps(tmp_path) == [10, 30]
     point_at(tmp_path, 30)
-    prune(tmp_path, CheckpointConfig(keep_last=1))
+    prune(tmp_path, keeping(keep_last=1))
     assert steps(tmp_path) == [30]
 
 

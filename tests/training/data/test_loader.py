@@ -243,6 +243,18 @@ def test_unequal_shares_cut_the_same_global_batch(packing: str, model: dict[str,
     assert sizes == [[3, 3], [2, 2], [1, 1]]
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_batch_that_grows_has_the_same_sequences_in_the_same_order(packing: str, shards: Path) -> None:
+    schedule = [{"tokens": 200, "global_batch": 12}, {"tokens": 500, "global_batch": 24}]
+    size = {"train__packing": packing, "train__global_batch": 6, "train__micro_batch": 2}
+    constant = one_pass(shards, **size)
+    for ranks in (1, 3):
+        plan = one_pass(shards, ranks=ranks, train__batch_schedule=schedule, **size)
+        assert plan.sequences == constant.sequences
+        assert 2 < plan.steps < constant.steps
+        assert np.array_equal(predicted(plan), predicted(constant))
+
+
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_micro_batches_that_change_between_steps_leave_the_data_order_unchanged(ahead: int, shards: Path) -> None:
     plan = plan_of(shards, ranks=3, train__global_batch=12, train__micro_batch=2, train__steps=6)

@@ -36,10 +36,10 @@ def evaluate(plan_path: Path, *, ranks: int) -> EvalReport:
     return EvalReport.read(plan_path.parent / "eval.json")
 
 
-def by_hand(plan_path: Path) -> tuple[np.ndarray, np.ndarray]:
+def by_hand(plan_path: Path, *, model_folder: str = "checkpoints/00000030") -> tuple[np.ndarray, np.ndarray]:
     """Loss and right guess of each predicted token with one loop over transformers' model, window by window."""
     plan = RunPlan.read(plan_path)
-    model = AutoModelForCausalLM.from_pretrained(plan_path.parent / "checkpoints" / "00000030").eval()
+    model = AutoModelForCausalLM.from_pretrained(plan_path.parent / model_folder).eval()
     stream, context = TokenStream(Path(plan.shards_dir), "validation"), plan.config.train.context
     losses, right = [], []
     for start in range(0, len(stream) - 1, context):

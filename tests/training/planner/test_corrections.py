@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.configs import inventory, tiny_config
+from training.config.train import BatchPhase
 from training.planner.corrections import LAST_RUNS, MOST, measurement_of
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.plan import make_plan
@@ -217,7 +218,8 @@ def test_what_fits_is_never_counted_smaller_and_counted_larger_if_it_was() -> No
     ("change", "why"),
     [
         ({"priced": None}, "not made from this measurement of this machine's rates"),
-        ({"rebalance": True}, "micro-batches could change while it trained"),
+        ({"rebalance": True}, "its batches could change while it trained"),
+        ({"batch_phases": (BatchPhase(0, 48), BatchPhase(5, 96))}, "its batches could change while it trained"),
         ({"idle_hosts": ("host1",)}, "hosts were idle"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from training.config.train import Batches, BatchPhase
 from training.records.plan import MixturePhase
 from training.shards.mixture import ONE, Mixture
 
@@ -12,7 +13,8 @@ SHARES = [(0.7, 0.2, 0.1), (1 / 3, 1 / 3, 1 / 3), (0.0001, 0.0, 0.9999), (1.0,),
 
 
 def mixture(*phases: tuple[int, tuple[float, ...]], global_batch: int = 1) -> Mixture:
-    return Mixture([MixturePhase(first_step=n, shares=shares) for n, shares in phases], global_batch=global_batch)
+    batches = Batches((BatchPhase(0, global_batch),))
+    return Mixture([MixturePhase(first_step=n, shares=shares) for n, shares in phases], batches)
 
 
 @pytest.mark.parametrize("shares", SHARES)
