@@ -24,7 +24,8 @@ from tasks.data.estimate import estimate_text
 from tasks.display.markdown import escape_markdown
 from tasks.display.progress import step_progress, time_progress
 from tasks.evaluation import champion as champion_evaluation
-from tasks.evaluation.checks import check_prompts, check_tasks
+from tasks.evaluation.beside import held_out_sets
+from tasks.evaluation.checks import check_beside, check_prompts, check_tasks
 from tasks.evaluation.report import metrics_of, table_of
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
@@ -124,6 +125,7 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
     with timed(run, "tokenize"):
         nsight.check_here(config)  # a resume may ask for it
         check_tasks(config)
+        check_beside(config)
         check_weights(config)
         check_store(config, run.run_id)
         with engine_of(config.data) as engine:
@@ -138,6 +140,7 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")
         if config.evaluation.prompts != "auto":
             check_prompts(folder / "tokenizer", shards.encoding, config.evaluation.prompts)
+        held_out_sets(config, folder, shards)  # a text that cannot be read ends the run now
     return folder, shards
 
 

@@ -9,9 +9,10 @@ import datetime
 import hashlib
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tasks.data.corpus import prepare_corpus
 from tasks.evaluation.checks import check_tasks
@@ -34,6 +35,7 @@ from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
 from training.records.record import read_fields, sha256_file
 from training.records.results import QUANTIZED, EvalReport
+from training.records.text_encoding import TextEncoding
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
 
@@ -134,20 +136,27 @@ def evaluate(
     plan = planned(subject, shards_dir, shards, evaluation=evaluation, inference=inference)
     check_tasks(plan.config)
     folder = home() / "evaluations" / plan.run_id
-    folder.mkdir(parents=True)
-    plan.write(folder / "plan.json")
     logger.info("evaluating %s on %d ranks, in %s", subject.what, inference.degree, folder)
-    launcher = LocalLauncher(plan, run_dir=folder, log="evaluate")
-    recovery.run_program("training.evaluate", plan=plan, run_dir=folder, launcher=launcher)
+    return measured(plan, LocalLauncher(plan, run_dir=folder, log="evaluate"))
+
+
+def measured(
+    plan: EvaluationPlan, launcher: LocalLauncher, *, on_poll: Callable[[], object] = lambda: None
+) -> EvalReport:
+    """Run the evaluation program; an error of `on_poll` ends it."""
+    folder = launcher.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "eval.json").unlink(missing_ok=True)
+    plan.write(folder / "plan.json")
+    recovery.run_program("training.evaluate", plan=plan, run_dir=folder, launcher=launcher, on_poll=on_poll)
     return EvalReport.read(folder / "eval.json")
 
 
 def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) -> tuple[Path, TokenShards]:
     """Return the run's own shards, or `data`, all of it held out, tokenized by the model's own tokenizer and rule."""
     if data.given:
-        text = data.model_copy(update={"tokenizer": _own_tokenizer(subject), "split": "all"})
-        objective = _objective(subject)
-        return prepare_corpus(text, tokens_home=home() / "tokens", objective=objective, continued=True)
+        rule = subject.plan.text_encoding if subject.plan else None
+        return held_out_tokens(data, tokenizer=subject.tokenizer, rule=rule, objective=_objective(subject))
     if held_out_of is None:
         raise ValueError(
             f"{subject.what} was not trained by a run, so it has no held-out text of its own: give --data PATH"
@@ -165,14 +174,20 @@ def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) 
         rule.in_words,
         held_out_of.run_id,
     )
-    text = held_out_of.config.data.model_copy(update={"tokenizer": _own_tokenizer(subject)})
-    return prepare_corpus(text, tokens_home=home() / "tokens", objective=_objective(subject), continued=True)
+    text, split = held_out_of.config.data, held_out_of.config.data.split
+    return held_out_tokens(text, tokenizer=subject.tokenizer, rule=rule, objective=_objective(subject), split=split)
 
 
-def _own_tokenizer(subject: Subject) -> TokenizerConfig:
-    """Return the model's tokenizer with the rule by which the text of its training became tokens."""
-    rule = subject.plan.text_encoding.settings if subject.plan else {}
-    return TokenizerConfig.model_validate({"kind": "pretrained", "path": str(subject.tokenizer), **rule})
+def held_out_tokens(
+    data: DataConfig, *, tokenizer: Path, rule: TextEncoding | None, objective: Any, split: str = "all"
+) -> tuple[Path, TokenShards]:
+    """Return the token shards of a text, by a model's tokenizer and the rule by which its training's text became tokens.
+
+    They are made once; by default all of the text is held out.
+    """
+    settings = {"kind": "pretrained", "path": str(tokenizer), **(rule.settings if rule else {})}
+    text = data.model_copy(update={"tokenizer": TokenizerConfig.model_validate(settings), "split": split})
+    return prepare_corpus(text, tokens_home=home() / "tokens", objective=objective, continued=True)
 
 
 def _objective(subject: Subject) -> Any:
@@ -192,14 +207,18 @@ def planned(
     *,
     evaluation: EvaluationConfig,
     inference: InferenceConfig,
+    device_kind: Literal["cuda", "cpu"] | None = None,
 ) -> EvaluationPlan:
-    """Plan the evaluation of the subject on these tokens, by the ranks that `inference` asks for."""
+    """Plan the evaluation of the subject on these tokens, by the ranks that `inference` asks for.
+
+    `device_kind`: by default GPUs where this process sees any.
+    """
     if inference.precision in QUANTIZED:
         raise ValueError(
             f"inference.precision = {inference.precision}: evaluation runs on torch, which has fp32, bf16 and fp16. "
             "The perplexity of quantized graphs is measured by the export stage (export.json, parity.precisions)"
         )
-    device_kind, degree = device_kind_of(inference.degree), inference.degree
+    device_kind, degree = device_kind or device_kind_of(inference.degree), inference.degree
     if subject.plan is not None:
         model = TrainedModel.of_run(subject.plan)
     else:
