@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from tasks.tracking.mlflow_run import LONGEST_TAG, TrackedRun
 from training.records.plan import RunPlan
 from training.records.results import CheckpointEvaluation
 from training.records.token_shards import TokenShards
+from training.records.train_result import TrainResult
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def evaluated_beside(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> Ite
     ):
         yield
     beside.use_as_final(run.folder)
-    report_left_out(plan, run, why=evaluator.failures)
+    report_left_out(run, step=TrainResult.read(run.folder / "result.json").step, why=evaluator.failures)
 
 
 @stage("Evaluate a checkpoint", run_name="Evaluate checkpoint {step}")
@@ -61,11 +62,11 @@ def evaluate_checkpoint(step: int, run: TrackedRun, measure: Callable[[], Checkp
     show_table(rows, key="checkpoints", description="Checkpoints, evaluated beside training")
 
 
-def report_left_out(plan: RunPlan, run: TrackedRun, *, why: dict[int, str]) -> None:
-    """Say, and log to MLflow, which checkpoints have no result."""
+def report_left_out(run: TrackedRun, *, step: int, why: Mapping[int, str]) -> None:
+    """Say, and log to MLflow at the last step, which checkpoints have no result. `why`: of those that failed."""
     steps = beside.steps_left_out(run.folder)
     wait_for_store()
-    mlflow_run.log_figures(run, {LEFT_OUT: len(steps)}, step=plan.steps)
+    mlflow_run.log_figures(run, {LEFT_OUT: len(steps)}, step=step)
     if steps:
         said = ", ".join(f"{step} ({why.get(step, beside.NO_TIME)})" for step in steps)
         connect().set_tag(run.mlflow_run_id, WHICH, said[:LONGEST_TAG])

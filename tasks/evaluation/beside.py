@@ -1,8 +1,8 @@
 """Evaluates the checkpoints of a run beside its training, which never waits for it.
 
-A thread takes the newest checkpoint that has no result yet, and older ones only while there is no newer one. A checkpoint
-is held while it is read, so that training does not delete it. Results are in runs/ID/evaluations.json, so that a resume
-goes on with the checkpoints that have none.
+A thread takes the newest checkpoint that has no result yet, and older ones only while there is no newer one. The
+checkpoint is held meanwhile, so that training does not delete it. Results are in runs/ID/evaluations.json, so that a
+resume goes on with the checkpoints that have none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0  # between checks for a new checkpoint
 STOP_S = 30.0  # longest wait for an evaluation that was asked to end
-NO_TIME = "a newer one was evaluated instead"
+NO_TIME = "training did not wait for it"
 
 HeldOutSets = Mapping[str, tuple[Path, TokenShards]]  # set's name -> its tokens: folder and manifest
 

@@ -181,9 +181,9 @@ def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) 
 def held_out_tokens(
     data: DataConfig, *, tokenizer: Path, rule: TextEncoding | None, objective: Any, split: str = "all"
 ) -> tuple[Path, TokenShards]:
-    """Return the token shards of a text, by a model's tokenizer and the rule by which its training's text became tokens.
+    """Return the token shards of a text, all of it held out unless `split` says otherwise; they are made once.
 
-    They are made once; by default all of the text is held out.
+    `rule`: the one by which the text that the tokenizer's model was trained on became tokens; None: the default.
     """
     settings = {"kind": "pretrained", "path": str(tokenizer), **(rule.settings if rule else {})}
     text = data.model_copy(update={"tokenizer": TokenizerConfig.model_validate(settings), "split": split})

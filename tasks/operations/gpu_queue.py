@@ -126,8 +126,9 @@ def _queue_of(allocation: Allocation) -> Holder | None:
 
 
 def devices_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the devices that the run will use, the first ones, for training and then for evaluation beside
-    it; empty without GPUs.
+    """Return the names of the devices that the run will use, the first ones; empty without GPUs.
+
+    They are those of training, then those of the evaluation beside it.
     """
     named = os.environ.get(NAMES)
     names = tuple(named.split(",")) if named else tuple(gpu.uuid for gpu in gpus_here())

@@ -11,7 +11,8 @@ import yaml
 
 from tasks.display.html_page import write_html
 from tasks.display.numbers import format_amount, format_count, format_money
-from tasks.evaluation.report import table_of
+from tasks.evaluation.beside import steps_left_out
+from tasks.evaluation.report import table_of, table_of_checkpoints
 from tasks.planning.describe import describe_plan
 from tasks.planning.price import TRAINING, RunCost, per_1b
 from tasks.reports.export_latency import describe_precisions, latency_rows, precision_rows
@@ -38,7 +39,8 @@ def write_report(data: RunData) -> list[Path]:
     page, curves = folder / PAGE, folder / CURVES
     exported = data.exported
     precisions = precision_rows(exported.parity.precisions, data.latency) if exported else []
-    drawn = data.plan is not None and draw_curves(curves, plan=data.plan, rows=data.rows)
+    drawn = data.plan is not None and draw_curves(curves, plan=data.plan, rows=data.rows, checkpoints=data.checkpoints)
+    checkpoints = table_of_checkpoints(data.checkpoints)
     write_html(
         page,
         "reports/run_report.html.j2",
@@ -49,6 +51,9 @@ def write_report(data: RunData) -> list[Path]:
         tiles=list(_tiles(data)),
         curves=curves if drawn else None,
         evaluation=[tuple(row.values()) for row in table_of(data.evaluation)] if data.evaluation else [],
+        checkpoints=[tuple(row.values()) for row in checkpoints],
+        checkpoint_heads=tuple(checkpoints[0]) if checkpoints else (),
+        checkpoints_left_out=", ".join(map(str, steps_left_out(folder))) if checkpoints else "",
         samples=data.evaluation.samples if data.evaluation else (),
         **_latency(data.latency, folder / LATENCY),
         precisions=[tuple(row.values()) for row in precisions],
