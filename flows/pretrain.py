@@ -9,7 +9,6 @@ from flows.prefect_ui.flow import shardline_flow
 from flows.presets import with_overrides
 from flows.promote import promote
 from flows.stages import training as stages
-from flows.stages.beside import evaluated_beside
 from flows.stages.crashed_runs import reconcile_statuses
 from flows.stages.custom_program import train_by_program
 from flows.stages.report import report, reported
@@ -53,7 +52,7 @@ def pretrain(
         with stages.kept_on_store(config, run, shards_dir), stages.devices(config, run):
             inventory = stages.hardware(config, run)
             plan = stages.write_plan(config, inventory, run, shards=shards, shards_dir=shards_dir, changes=changes)
-            with evaluated_beside(plan, run, shards):
+            with stages.evaluated_beside(plan, run):
                 stages.train(plan, run)
             stages.evaluate(plan, run)
             stages.export(plan, run)

@@ -14,7 +14,6 @@ from tasks.hardware.machine import gpus_here
 from tasks.workspace.paths import command
 from training.config.run import RunConfig
 from training.records.text_encoding import TextEncoding
-from training.records.words import counted
 from training.tokenizer.text_encoder import TextEncoder
 
 
@@ -43,35 +42,24 @@ def check_tasks(config: RunConfig) -> None:
         raise (ValueError if done.returncode == 2 else RuntimeError)(lines[-1])
 
 
-def gpus_beside(config: RunConfig) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that evaluate checkpoints beside training; none if that is on CPUs.
-
-    They are those after training's. Of a run whose ranks are not this machine's processes, none is known to be free.
-    Raises ValueError, with the numbers, if training leaves too few.
+def check_beside(config: RunConfig) -> str:
+    """Return the GPU that evaluates beside training, the one after training's; empty for CPUs: without GPUs, and where
+    the ranks are not this machine's processes. Raises ValueError, with the cure, for what cannot work.
     """
-    wanted, gpus = config.evaluation.devices_beside, gpus_here() if config.launch.launcher == "local" else ()
+    if config.evaluation.checkpoints == "none":
+        return ""
+    gpus = gpus_here() if config.launch.launcher == "local" else ()
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks or len(gpus)
-    if gpus and wanted and ranks + wanted > len(gpus):
+    if gpus and ranks >= len(gpus):
         raise ValueError(
-            f"evaluation.checkpoints=beside needs {counted(wanted, 'GPU')} that training leaves free "
-            f"(evaluation.checkpoint_devices), and training takes {ranks} of this machine's {len(gpus)}: set "
-            "parallel.ranks to fewer, or evaluation.checkpoints=none"
+            f"evaluation.checkpoints=beside needs a GPU that training leaves free, and training takes {ranks} of this "
+            f"machine's {len(gpus)}: set parallel.ranks to fewer, or evaluation.checkpoints=none"
         )
-    return tuple(gpu.uuid for gpu in gpus[ranks : ranks + wanted])
-
-
-def check_beside(config: RunConfig) -> None:
-    """Raise ValueError, with the cure, if checkpoints cannot be evaluated beside training."""
-    if not config.evaluation.devices_beside:
-        return
     if importlib.util.find_spec("torch") is None:
-        raise ValueError(
-            "evaluation.checkpoints=beside evaluates on this machine, which has no torch: install it here, or set "
-            "evaluation.checkpoints=none"
-        )
-    gpus_beside(config)
-    for each in config.evaluation.held_out_sets:
-        check_path(each.path, field="evaluation.held_out_sets")
+        raise ValueError("evaluation.checkpoints=beside needs torch on this machine: install it, or set none")
+    for path in config.evaluation.held_out_sets.values():
+        check_path(path, field="evaluation.held_out_sets")
+    return gpus[ranks].uuid if gpus else ""
 
 
 def check_prompts(tokenizer: Path, encoding: TextEncoding, prompts: Iterable[str]) -> None:

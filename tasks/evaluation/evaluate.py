@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tasks.data.corpus import prepare_corpus
 from tasks.evaluation.checks import check_tasks
@@ -35,7 +35,6 @@ from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
 from training.records.record import read_fields, sha256_file
 from training.records.results import QUANTIZED, EvalReport
-from training.records.text_encoding import TextEncoding
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
 
@@ -132,7 +131,7 @@ def evaluate(
     if inference.engine not in {"auto", "torch"}:
         raise ValueError(f"inference.engine = {inference.engine}: evaluation runs torch, leave it out")
     check_inference(subject.folder, inference)
-    shards_dir, shards = _tokens(subject, data, held_out_of=held_out_of or subject.plan)
+    shards_dir, shards = tokens_of(subject, data, held_out_of=held_out_of or subject.plan)
     plan = planned(subject, shards_dir, shards, evaluation=evaluation, inference=inference)
     check_tasks(plan.config)
     folder = home() / "evaluations" / plan.run_id
@@ -143,20 +142,20 @@ def evaluate(
 def measured(
     plan: EvaluationPlan, launcher: LocalLauncher, *, on_poll: Callable[[], object] = lambda: None
 ) -> EvalReport:
-    """Run the evaluation program; an error of `on_poll` ends it."""
+    """Run the evaluation program in the launcher's folder; an error of `on_poll` ends it."""
     folder = launcher.run_dir
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "eval.json").unlink(missing_ok=True)
     plan.write(folder / "plan.json")
     recovery.run_program("training.evaluate", plan=plan, run_dir=folder, launcher=launcher, on_poll=on_poll)
     return EvalReport.read(folder / "eval.json")
 
 
-def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) -> tuple[Path, TokenShards]:
+def tokens_of(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) -> tuple[Path, TokenShards]:
     """Return the run's own shards, or `data`, all of it held out, tokenized by the model's own tokenizer and rule."""
     if data.given:
-        rule = subject.plan.text_encoding if subject.plan else None
-        return held_out_tokens(data, tokenizer=subject.tokenizer, rule=rule, objective=_objective(subject))
+        text = data.model_copy(update={"tokenizer": _own_tokenizer(subject), "split": "all"})
+        objective = _objective(subject)
+        return prepare_corpus(text, tokens_home=home() / "tokens", objective=objective, continued=True)
     if held_out_of is None:
         raise ValueError(
             f"{subject.what} was not trained by a run, so it has no held-out text of its own: give --data PATH"
@@ -174,20 +173,14 @@ def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) 
         rule.in_words,
         held_out_of.run_id,
     )
-    text, split = held_out_of.config.data, held_out_of.config.data.split
-    return held_out_tokens(text, tokenizer=subject.tokenizer, rule=rule, objective=_objective(subject), split=split)
+    text = held_out_of.config.data.model_copy(update={"tokenizer": _own_tokenizer(subject)})
+    return prepare_corpus(text, tokens_home=home() / "tokens", objective=_objective(subject), continued=True)
 
 
-def held_out_tokens(
-    data: DataConfig, *, tokenizer: Path, rule: TextEncoding | None, objective: Any, split: str = "all"
-) -> tuple[Path, TokenShards]:
-    """Return the token shards of a text, all of it held out unless `split` says otherwise; they are made once.
-
-    `rule`: the one by which the text that the tokenizer's model was trained on became tokens; None: the default.
-    """
-    settings = {"kind": "pretrained", "path": str(tokenizer), **(rule.settings if rule else {})}
-    text = data.model_copy(update={"tokenizer": TokenizerConfig.model_validate(settings), "split": split})
-    return prepare_corpus(text, tokens_home=home() / "tokens", objective=objective, continued=True)
+def _own_tokenizer(subject: Subject) -> TokenizerConfig:
+    """Return the model's tokenizer with the rule by which the text of its training became tokens."""
+    rule = subject.plan.text_encoding.settings if subject.plan else {}
+    return TokenizerConfig.model_validate({"kind": "pretrained", "path": str(subject.tokenizer), **rule})
 
 
 def _objective(subject: Subject) -> Any:
@@ -207,18 +200,14 @@ def planned(
     *,
     evaluation: EvaluationConfig,
     inference: InferenceConfig,
-    device_kind: Literal["cuda", "cpu"] | None = None,
 ) -> EvaluationPlan:
-    """Plan the evaluation of the subject on these tokens, by the ranks that `inference` asks for.
-
-    `device_kind`: by default GPUs where this process sees any.
-    """
+    """Plan the evaluation of the subject on these tokens, by the ranks that `inference` asks for."""
     if inference.precision in QUANTIZED:
         raise ValueError(
             f"inference.precision = {inference.precision}: evaluation runs on torch, which has fp32, bf16 and fp16. "
             "The perplexity of quantized graphs is measured by the export stage (export.json, parity.precisions)"
         )
-    device_kind, degree = device_kind or device_kind_of(inference.degree), inference.degree
+    device_kind, degree = device_kind_of(inference.degree), inference.degree
     if subject.plan is not None:
         model = TrainedModel.of_run(subject.plan)
     else:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
+from tasks.evaluation.beside import CheckpointEvaluation
 from tasks.evaluation.evaluate import Subject
 from tasks.registry.tags import TAG, note_evaluation
 from tasks.tracking.client import TRAINING_PAGES, check_artifacts, experiment_of, registry_client, run_or_none
 from tasks.workspace.paths import tracking_uri
-from training.config.evaluation import OWN_SET
-from training.records.results import CheckpointEvaluation, EvalReport, SourceFigures
+from training.records.results import EvalReport, SourceFigures
 from training.records.words import counted
 
 logger = logging.getLogger(__name__)
@@ -30,23 +30,20 @@ def metrics_of(report: EvalReport) -> dict[str, float]:
     return {_metric_name(name): value for name, value in figures.items()}
 
 
-def metrics_of_sets(reports: Mapping[str, EvalReport]) -> dict[str, float]:
-    """Return the metrics of a checkpoint: of the run's own text as above, of others eval/sets/NAME/loss, …"""
-    found = metrics_of(reports[OWN_SET])
-    for name in reports.keys() - {OWN_SET}:
-        found |= {f"eval/sets/{name}/{figure}": value for figure, value in _figures(reports[name]).items()}
-    return found
+def metrics_of_checkpoint(found: CheckpointEvaluation) -> dict[str, float]:
+    """Return the metrics of the run's own text, as above, and eval/sets/NAME/loss, … of each further set."""
+    sets = {f"eval/sets/{name}/{of}": value for name in found.sets for of, value in _figures(found.sets[name]).items()}
+    return metrics_of(found.own) | {_metric_name(name): value for name, value in sets.items()}
 
 
 def table_of_checkpoints(evaluations: Iterable[CheckpointEvaluation]) -> list[dict[str, str]]:
-    """Return one row for each checkpoint: its loss on each set, and its scores in tasks."""
+    """Return one row for each checkpoint: its losses, and its scores in tasks."""
     rows = []
     for each in evaluations:
-        losses = {f"loss on {name}": f"{report.loss:.4f}" for name, report in each.reports.items()}
-        scores = {f"{score.task} {score.metric}": f"{score.value:.4f}" for score in each.reports[OWN_SET].tasks}
-        rows.append({"step": f"{each.step:,}", **losses, **scores})
-    heads = dict.fromkeys(head for row in rows for head in row)  # a resume may have added sets
-    return [{head: row.get(head, "") for head in heads} for row in rows]
+        row = {f"loss on {name}": report.loss for name, report in {"held-out text": each.own, **each.sets}.items()}
+        row |= {f"{score.task} {score.metric}": score.value for score in each.own.tasks}
+        rows.append({"step": f"{each.own.step:,}", **{head: f"{value:.4f}" for head, value in row.items()}})
+    return rows
 
 
 def _metric_name(name: str) -> str:

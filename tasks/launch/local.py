@@ -141,18 +141,16 @@ class ProcessNode(Node):
 
 
 class LocalLauncher:
-    """Ranks as processes of this machine. `log`: the name of the file for their output; `gpus`: their
-    CUDA_VISIBLE_DEVICES, by default this process's; `idle`: they get only time that no other process wants.
+    """Ranks as processes of this machine. `log`: the file for their output; `beside`: they run beside training, with
+    CPU time that nobody else wants, on these GPUs (as in CUDA_VISIBLE_DEVICES).
     """
 
     heartbeat = ""
     ranks_send_metrics = True
     signals_are_the_users = True
 
-    def __init__(
-        self, plan: LaunchedPlan, *, run_dir: Path, log: str, gpus: str | None = None, idle: bool = False
-    ) -> None:
-        self.gpus, self.idle = gpus, idle
+    def __init__(self, plan: LaunchedPlan, *, run_dir: Path, log: str, beside: str | None = None) -> None:
+        self.beside = beside
         self.plan, self.run_dir, self.log = plan, run_dir, run_dir / "logs" / f"{log}.log"
         self.host = ThisMachine(name_here(plan))
         self.pid_for_nodes = os.getpid()
@@ -183,8 +181,8 @@ class LocalLauncher:
         environment = {name: os.environ[name] for name in sorted(defaults) if name in os.environ}
         if run_id := getattr(self.plan, "mlflow_run_id", ""):
             environment["MLFLOW_RUN_ID"] = run_id
-        if self.gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = self.gpus
+        if self.beside is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.beside
         return environment, {}
 
     def compile_cache(self) -> None:
@@ -233,8 +231,8 @@ class LocalLauncher:
                 env=environment,
                 start_new_session=True,
             )
-        if self.idle:
-            lower_priority(node.pid)
+        if self.beside is not None:  # with nice 19, its threads would still get 1.5% of every busy core
+            os.sched_setscheduler(node.pid, os.SCHED_IDLE, os.sched_param(0))
         return node
 
     def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
@@ -263,13 +261,6 @@ def name_here(plan: LaunchedPlan) -> str:
     """This machine's name in the plan's record of hosts; an evaluation's plan has none."""
     hosts: tuple[str, ...] = getattr(plan, "hosts", ())
     return hosts[0] if hosts else "this machine"
-
-
-def lower_priority(pid: int) -> None:
-    """Give the process, and those that it will start, only time that no other process wants."""
-    os.setpriority(os.PRIO_PROCESS, pid, 19)
-    if hasattr(os, "SCHED_IDLE"):  # Linux: with nice alone each of its threads would still get 1.5% of a busy core
-        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
 # Remains of an earlier start

@@ -126,14 +126,13 @@ def _queue_of(allocation: Allocation) -> Holder | None:
 
 
 def devices_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the devices that the run will use, the first ones; empty without GPUs.
-
-    They are those of training, then those of the evaluation beside it.
+    """Return the names of the devices that the run will use, the first ones, with one for evaluation beside training;
+    empty without GPUs.
     """
     named = os.environ.get(NAMES)
     names = tuple(named.split(",")) if named else tuple(gpu.uuid for gpu in gpus_here())
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
-    return names[: ranks + config.evaluation.devices_beside] if ranks else names
+    return names[: ranks + (config.evaluation.checkpoints == "beside")] if ranks else names
 
 
 class LocalDevices:

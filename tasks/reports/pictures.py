@@ -10,7 +10,7 @@ from typing import Any
 
 from tasks.display.numbers import device_noun
 from training.records.plan import RunPlan
-from training.records.results import CheckpointEvaluation, EvalReport, ExportedModel, RegisteredModel
+from training.records.results import EvalReport, ExportedModel, RegisteredModel
 from training.records.train_result import TrainResult
 from training.records.words import counted, format_duration
 from training.tracking.rows import read_rows
@@ -24,21 +24,15 @@ FIRST_CJK = "\u2e80"
 Points = list[tuple[float, float]]
 
 
-def draw_curves(
-    path: Path,
-    *,
-    plan: RunPlan,
-    rows: Sequence[dict[str, Any]],
-    checkpoints: Sequence[CheckpointEvaluation] = (),
-) -> bool:
-    """Write a PNG of rows of metrics and of evaluations of checkpoints; False if no row has a loss to be drawn."""
+def draw_curves(path: Path, *, plan: RunPlan, rows: Sequence[dict[str, Any]]) -> bool:
+    """Write a PNG of rows of metrics; False if no row has a loss, so that there is nothing to draw."""
     from matplotlib.figure import Figure
 
     if not any("loss" in row for row in rows):
         return False
     figure = Figure(figsize=(13, 6.6), layout="constrained")
     (loss, rate), (speed, memory) = figure.subplots(2, 2, sharex=True)
-    _draw_loss_curve(loss, rows, checkpoints)
+    _draw_loss_curve(loss, rows)
     _line(rate, _points(rows, "learning_rate"), title="Learning rate", label="")
     _line(speed, _points(rows, "tokens_per_s"), title="Throughput, tokens/s", label="measured")
     _predicted(speed, plan.predicted.tokens_per_s)
@@ -86,7 +80,7 @@ def _line(axes: Any, points: Points, *, title: str, label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_loss_curve(axes: Any, rows: Sequence[dict[str, Any]], checkpoints: Sequence[CheckpointEvaluation]) -> None:
+def _draw_loss_curve(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     _line(axes, _points(rows, "loss"), title="Loss, nats per token", label="training")
     if checked := _points(rows, "val_loss"):
         few = len(checked) <= POINTS // 10
@@ -94,10 +88,7 @@ def _draw_loss_curve(axes: Any, rows: Sequence[dict[str, Any]], checkpoints: Seq
                   label="quick validation")  # fmt: skip
     by_source = sorted({key for row in rows for key in row if key.startswith(BY_SOURCE)})
     for key in by_source if len(by_source) <= MOST_SOURCES else ():
-        axes.plot(*zip(*_points(rows, key), strict=True), ":", linewidth=1, label=key.removeprefix(BY_SOURCE))
-    for name in list(dict.fromkeys(name for each in checkpoints for name in each.reports))[:MOST_SOURCES]:
-        points = [(each.step, each.reports[name].loss) for each in checkpoints if name in each.reports]
-        axes.plot(*zip(*points, strict=True), "s--", linewidth=1, markersize=4, label=f"checkpoints on {name}")
+        axes.plot(*zip(*_points(rows, key), strict=True), ".:", linewidth=1, label=key.removeprefix(BY_SOURCE))
     axes.legend(frameon=False, fontsize=9)
 
 

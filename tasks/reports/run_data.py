@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tasks.display.numbers import device_noun
-from tasks.evaluation.beside import evaluations_of
 from tasks.launch.recovery import attempts_of
 from tasks.planning.price import TRAINING, RunCost, attempt_price, price_per_device
 from tasks.reports.outcome import Outcome
@@ -21,7 +20,7 @@ from tasks.workspace.paths import present
 from training.config.run import RunConfig
 from training.records.plan import TRAINER_PLAN, AnyPlan, CustomProgramPlan, RunPlan
 from training.records.record import read_fields
-from training.records.results import CheckpointEvaluation, EvalReport, ExportedModel, LatencyReport, RegisteredModel
+from training.records.results import EvalReport, ExportedModel, LatencyReport, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult, train_failure
 from training.tracking.rows import read_rows
@@ -44,7 +43,6 @@ class RunData:
     rows: Sequence[dict[str, Any]]
     result: TrainResult | None
     evaluation: EvalReport | None
-    checkpoints: Sequence[CheckpointEvaluation]
     latency: LatencyReport | None
     exported: ExportedModel | None
     model: RegisteredModel | None
@@ -89,8 +87,6 @@ class RunData:
         ranks = self.placement.world_size if self.placement else 0
         stages = {TRAINING: ("train", ranks), "evaluation": ("evaluate", ranks), "export": ("export", 1)}
         hours = {name: self.stage_s.get(stage, 0.0) * count / 3600 for name, (stage, count) in stages.items()}
-        beside_s = sum(report.seconds for each in self.checkpoints for report in each.reports.values())
-        hours["evaluation of checkpoints"] = beside_s * self.config.evaluation.checkpoint_devices / 3600
         if self.attempts:
             hours[TRAINING] = sum(map(_rank_hours, self.attempts))
         return {name: used for name, used in hours.items() if used}
@@ -146,7 +142,6 @@ def read_run_data(
         rows=read_rows(folder / "metrics.jsonl"),
         result=TrainResult.read(result) if result.exists() and not train_failure(result) else None,
         evaluation=EvalReport.read(folder / "eval.json") if (folder / "eval.json").exists() else None,
-        checkpoints=evaluations_of(folder),
         latency=LatencyReport.read(latency) if latency.exists() else None,
         exported=ExportedModel.read(exported) if exported.exists() else None,
         model=None if run.begun_with.trainer.given else _registered(folder / "outcome.json"),

@@ -11,13 +11,13 @@ import yaml
 
 from tasks.display.html_page import write_html
 from tasks.display.numbers import format_amount, format_count, format_money
-from tasks.evaluation.beside import steps_left_out
+from tasks.evaluation.beside import CheckpointEvaluation, evaluations_of, steps_left_out
 from tasks.evaluation.report import table_of, table_of_checkpoints
 from tasks.planning.describe import describe_plan
 from tasks.planning.price import TRAINING, RunCost, per_1b
 from tasks.reports.export_latency import describe_precisions, latency_rows, precision_rows
 from tasks.reports.outcome import against_plan
-from tasks.reports.pictures import draw_curves
+from tasks.reports.pictures import BY_SOURCE, draw_curves
 from tasks.reports.run_data import RunData
 from tasks.reports.run_summary import summary
 from tasks.runs.folder import flattened
@@ -37,10 +37,11 @@ def write_report(data: RunData) -> list[Path]:
     """Write report.html and, where steps were logged, curves.png to the run's folder."""
     folder = data.run.folder
     page, curves = folder / PAGE, folder / CURVES
-    exported = data.exported
+    exported, evaluated = data.exported, evaluations_of(folder)
     precisions = precision_rows(exported.parity.precisions, data.latency) if exported else []
-    drawn = data.plan is not None and draw_curves(curves, plan=data.plan, rows=data.rows, checkpoints=data.checkpoints)
-    checkpoints = table_of_checkpoints(data.checkpoints)
+    drawn = data.plan is not None and draw_curves(curves, plan=data.plan, rows=[*data.rows, *map(_losses, evaluated)])
+    checkpoints = table_of_checkpoints(evaluated)
+    heads = tuple(dict.fromkeys(head for row in checkpoints for head in row))  # a resume may have added sets
     write_html(
         page,
         "reports/run_report.html.j2",
@@ -51,9 +52,9 @@ def write_report(data: RunData) -> list[Path]:
         tiles=list(_tiles(data)),
         curves=curves if drawn else None,
         evaluation=[tuple(row.values()) for row in table_of(data.evaluation)] if data.evaluation else [],
-        checkpoints=[tuple(row.values()) for row in checkpoints],
-        checkpoint_heads=tuple(checkpoints[0]) if checkpoints else (),
-        checkpoints_left_out=", ".join(map(str, steps_left_out(folder))) if checkpoints else "",
+        checkpoints=[tuple(row.get(head, "") for head in heads) for row in checkpoints],
+        checkpoint_heads=heads,
+        checkpoints_left_out=", ".join(map(str, steps_left_out(folder))),
         samples=data.evaluation.samples if data.evaluation else (),
         **_latency(data.latency, folder / LATENCY),
         precisions=[tuple(row.values()) for row in precisions],
@@ -70,6 +71,12 @@ def write_report(data: RunData) -> list[Path]:
         commands=list(_commands(data)),
     )
     return [page, curves] if drawn else [page]
+
+
+def _losses(found: CheckpointEvaluation) -> dict[str, float]:
+    """Return a checkpoint's losses as a row of metrics, in which each set is a source of held-out text."""
+    losses = {name: report.loss for name, report in {"held-out text": found.own, **found.sets}.items()}
+    return {"step": found.own.step, **{f"{BY_SOURCE}checkpoints on {name}": losses[name] for name in losses}}
 
 
 def _tiles(data: RunData) -> Iterator[tuple[str, str]]:

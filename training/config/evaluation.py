@@ -1,4 +1,4 @@
-"""The evaluation section of the config: validations during training, text samples, tasks and held-out sets."""
+"""The evaluation section of the config: validations during training, text samples and downstream tasks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from training.config.data import SHARDS, SourceConfig
 from training.config.section import Section
-
-OWN_SET = "held-out"  # the name of the run's own held-out text among the sets
-OF_TRAINING = ("weight", "epochs", "validation_path")  # settings of a source that a held-out set cannot have
 
 
 class EvaluationConfig(Section):
-    """Validation during training, text samples, downstream tasks and the evaluation of checkpoints."""
+    """Validation during training, text samples and downstream tasks."""
 
     every_steps: int = Field(250, ge=0, description="Steps between quick validations during training; 0 disables them.")
     quick_sequences: int = Field(
@@ -70,21 +66,13 @@ class EvaluationConfig(Section):
     task_limit: int = Field(0, ge=0, description="Maximum number of documents evaluated per task; 0 means all.")
     checkpoints: Literal["none", "beside"] = Field(
         "none",
-        description="Which checkpoints are evaluated before training ends. none: only the last one, afterwards. "
-        "beside: each checkpoint, beside training, on the run's held-out text, `held_out_sets` and `tasks`; training "
-        "does not wait, and an evaluation that falls behind takes the newest checkpoint first.",
+        description="Which checkpoints are evaluated before the last one. beside: each, beside training, on the run's "
+        "held-out text, `held_out_sets` and `tasks`; on a GPU that training leaves free, or on CPUs with the lowest "
+        "priority. Training does not wait: an evaluation that falls behind takes the newest checkpoint first.",
     )
-    held_out_sets: tuple[SourceConfig, ...] = Field(
-        (),
-        description="Further texts on which checkpoints are evaluated, by name. What a set leaves out is as in the "
-        "data section's defaults.",
-    )
-    checkpoint_devices: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="Number of devices that evaluate a checkpoint beside training, each with the whole model: GPUs of "
-        "this machine that training leaves free, or processes of low priority on its CPUs.",
+    held_out_sets: dict[str, str] = Field(
+        {},
+        description="Further texts on which checkpoints are evaluated: name and path, which is read like data.path.",
     )
     checkpoint_timeout_s: float = Field(
         3600, gt=0, description="Seconds to wait, after training, for the evaluation of the last checkpoint."
@@ -94,11 +82,6 @@ class EvaluationConfig(Section):
     def has_tasks(self) -> bool:
         return bool(self.tasks or self.task_files)
 
-    @property
-    def devices_beside(self) -> int:
-        """The number of devices that evaluate checkpoints beside training; 0 if none are evaluated."""
-        return 0 if self.checkpoints == "none" else self.checkpoint_devices
-
     @model_validator(mode="after")
     def check(self) -> EvaluationConfig:
         if self.early_stop_validations and not self.every_steps:
@@ -106,28 +89,9 @@ class EvaluationConfig(Section):
                 f"evaluation.early_stop_validations = {self.early_stop_validations} needs validations while training: "
                 "set evaluation.every_steps"
             )
-        return self
-
-    @model_validator(mode="after")
-    def check_sets(self) -> EvaluationConfig:
-        """Raises ValueError for held-out sets that would not be used, or whose names or settings cannot work."""
-        names = [OWN_SET, *(each.label for each in self.held_out_sets)]
         if self.held_out_sets and self.checkpoints == "none":
             raise ValueError(
-                f"evaluation.held_out_sets ({len(self.held_out_sets)} of them) are for checkpoints, and "
-                "evaluation.checkpoints=none evaluates none: set it to beside"
+                f"evaluation.held_out_sets ({', '.join(self.held_out_sets)}) would not be used: "
+                "set evaluation.checkpoints=beside"
             )
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(
-                f"evaluation.held_out_sets: several sets are called {twice[0]} ({OWN_SET} is the run's own text): give "
-                "each a `name` of its own"
-            )
-        for each in self.held_out_sets:
-            if given := [name for name in OF_TRAINING if getattr(each, name) is not None]:
-                raise ValueError(
-                    f"evaluation.held_out_sets: {each.label} has `{given[0]}`, which is for text to train on: all of a "
-                    "set is held out; leave it away"
-                )
-            if each.path.startswith(SHARDS):
-                raise ValueError(f"evaluation.held_out_sets: {each.path} are tokens: give the path of their text")
         return self

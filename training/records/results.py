@@ -62,20 +62,6 @@ class EvalReport(Figures):
         return {source.source: source.loss for source in self.sources}
 
 
-class CheckpointEvaluation(Record):
-    """A checkpoint's evaluation beside training: set's name -> its report; the run's own is called `held-out`."""
-
-    step: int
-    checkpoint_sha256: str
-    reports: dict[str, EvalReport]
-
-
-class CheckpointEvaluations(Record):
-    """runs/ID/evaluations.json, in the order of their steps."""
-
-    evaluations: tuple[CheckpointEvaluation, ...] = ()
-
-
 class GraphParity(Record):
     """One ONNX graph against torch in fp32 on held-out text, and the bounds that it must keep."""
 
