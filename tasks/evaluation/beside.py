@@ -47,11 +47,10 @@ class CheckpointEvaluation(Record):
 def held_out_sets(plan: RunPlan) -> dict[str, tuple[Path, TokenShards]]:
     """Return the tokens of the run's own held-out text and of the sets of its config, which are made once."""
     run = Subject(plan.run_id, Path(), Path(plan.shards_dir) / "tokenizer", step=0, sha256="", plan=plan)
-    data = plan.config.data.model_copy(update={"sources": (), "phases": (), "validation_path": ""})
-    texts = {
-        name: data.model_copy(update={"path": path}) for name, path in plan.config.evaluation.held_out_sets.items()
-    }
-    return {name: tokens_of(run, text, held_out_of=plan) for name, text in ({OWN: DataConfig()} | texts).items()}
+    changes, texts = {"sources": (), "phases": (), "validation_path": ""}, {OWN: DataConfig()}
+    for name, path in plan.config.evaluation.held_out_sets.items():
+        texts[name] = plan.config.data.model_copy(update=changes | {"path": path})
+    return {name: tokens_of(run, text, held_out_of=plan) for name, text in texts.items()}
 
 
 def measure(
@@ -61,7 +60,7 @@ def measure(
 
     Raises FileNotFoundError if it was pruned before, RunFailed if a rank fails, and errors of `on_poll`, which end it.
     """
-    gpu, reports = check_beside(config), {}
+    gpu, reports = check_beside(config), dict[str, EvalReport]()
     with reading(folder):
         for name, (shards_dir, shards) in sets.items():
             wanted = EvaluationConfig(prompts=()) if name else config.evaluation

@@ -12,9 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tasks.evaluation.beside import evaluations_of
+from tasks.evaluation.report import metrics_of_checkpoint
 from tests.support.ranks import losses, run_ranks
 from tests.support.user_folder import DEADLINE_S, UserFolder
-from training.records.results import CheckpointEvaluations, EvalReport
+from training.records.results import EvalReport
 
 
 def until(is_true: Callable[[], bool], what: str) -> None:
@@ -38,8 +40,7 @@ def processes_with(*words: str) -> list[psutil.Process]:
 
 
 def evaluated_steps(run_dir: Path) -> list[int]:
-    path = run_dir / "evaluations.json"
-    return [each.step for each in CheckpointEvaluations.read(path).evaluations] if path.exists() else []
+    return [each.own.step for each in evaluations_of(run_dir)]
 
 
 @pytest.mark.slow
@@ -51,7 +52,7 @@ def test_checkpoints_get_their_losses_beside_a_training_that_is_killed_resumed_a
     sea, other = tmp_path / "sea.txt", tmp_path / "other.txt"
     sea.write_text("the sea and the sky sails\n" * 40)
     other.write_text("zebras quibble; 0123456789\n" * 40)
-    sets = f"evaluation.held_out_sets=[{{path: {sea}}}, {{name: numbers, path: {other}}}]"
+    sets = f"evaluation.held_out_sets={{sea: {sea}, numbers: {other}}}"
     slow_steps = ("train.global_batch=64", "train.context=64", "train.log_every_steps=1", "parallel.strategy=single")
     options = ("evaluation.checkpoints=beside", sets, "evaluation.every_steps=0", *slow_steps)
     process = user_folder.start("pretrain", str(user_folder.config), *options)
@@ -73,16 +74,16 @@ def test_checkpoints_get_their_losses_beside_a_training_that_is_killed_resumed_a
     assert evaluated_steps(run_dir) == [20]
 
     out, err = user_folder.run("resume", run_dir.name, "--json")
-    results = CheckpointEvaluations.read(run_dir / "evaluations.json").evaluations
-    assert [each.step for each in results] == [20, 40, 60], err
+    assert evaluated_steps(run_dir) == [20, 40, 60], err
+    results = {each.own.step: each for each in evaluations_of(run_dir)}
     assert not processes_with(evaluator)
     mlflow_run = user_folder.mlflow_run(run_dir).info.run_id
-    for name, key in (("held-out", "eval/loss"), ("sea", "eval/sets/sea/loss"), ("numbers", "eval/sets/numbers/loss")):
+    for key in ("eval/loss", "eval/sets/sea/loss", "eval/sets/numbers/loss"):
         logged = {each.step: each.value for each in user_folder.mlflow.get_metric_history(mlflow_run, key)}
-        assert logged == {each.step: each.reports[name].loss for each in results}
-    assert results[2].reports["sea"].loss < results[0].reports["sea"].loss < results[0].reports["numbers"].loss
-    assert results[2].reports["held-out"] == EvalReport.read(run_dir / "eval.json"), "measured once"
-    assert json.loads(out)["val_loss"] == results[2].reports["held-out"].loss
+        assert logged == {step: metrics_of_checkpoint(found)[key] for step, found in results.items()}
+    assert results[60].sets["sea"].loss < results[20].sets["sea"].loss < results[20].sets["numbers"].loss
+    assert results[60].own == EvalReport.read(run_dir / "eval.json"), "measured once"
+    assert json.loads(out)["val_loss"] == results[60].own.loss
     assert "Checkpoints, evaluated beside training" in (run_dir / "report.html").read_text()
 
     undisturbed = tmp_path / "undisturbed" / "plan.json"

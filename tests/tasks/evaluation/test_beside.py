@@ -7,19 +7,26 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tasks.evaluation import beside, checks
-from tasks.evaluation.beside import BesideTraining, add_evaluation, evaluations_of, steps_left_out
-from tasks.evaluation.checks import check_beside, gpus_beside
-from tasks.evaluation.report import metrics_of_sets, table_of_checkpoints
+from tasks.evaluation.beside import (
+    CheckpointEvaluation,
+    checkpoint_evaluator,
+    evaluations_of,
+    result_path,
+    steps_left_out,
+)
+from tasks.evaluation.checks import check_beside
+from tasks.evaluation.report import metrics_of_checkpoint, table_of_checkpoints
 from tasks.hardware.machine import Gpu
+from tasks.operations import gpu_queue
 from tests.support.configs import tiny_config
 from training.records.record import sha256_file
-from training.records.results import CheckpointEvaluation, EvalReport
+from training.records.results import EvalReport
 
 REPORT = EvalReport(
     step=1, checkpoint_sha256="", shards_fingerprint="", loss=2.0, perplexity=7.4, bits_per_byte=1.5, accuracy=0.4,
@@ -50,11 +57,11 @@ class Training:
         if step in self.refused:
             raise RuntimeError("out of memory\nmore lines")
         digest = sha256_file(folder / "manifest.json")  # raises FileNotFoundError for a deleted one
-        result = CheckpointEvaluation(step=step, checkpoint_sha256=digest, reports={"held-out": REPORT})
-        add_evaluation(self.run_dir, result)
+        own = REPORT.model_copy(update={"step": step, "checkpoint_sha256": digest})
+        CheckpointEvaluation(own=own, sets={}).write(result_path(self.run_dir, step))
 
-    def beside(self, timeout_s: float = 20.0) -> BesideTraining:
-        return BesideTraining(self.run_dir, self.evaluate, sets=["held-out"], timeout_s=timeout_s)
+    def beside(self, timeout_s: float = 20.0) -> AbstractContextManager[None]:
+        return checkpoint_evaluator(self.run_dir, self.evaluate, timeout_s=timeout_s)
 
     def until_taken(self, *steps: int) -> None:
         deadline = time.monotonic() + 20
@@ -64,7 +71,7 @@ class Training:
 
     @property
     def results(self) -> list[int]:
-        return [each.step for each in evaluations_of(self.run_dir)]
+        return [each.own.step for each in evaluations_of(self.run_dir)]
 
 
 @pytest.fixture
@@ -82,7 +89,7 @@ def test_a_slow_evaluation_takes_the_newest_first_and_older_ones_in_its_idle_tim
         training.save(2, 3)  # training goes on meanwhile
         training.go.release()
         training.until_taken(1, 3)
-        assert "checkpoint 3 comes before 2," in caplog.text
+        assert "checkpoint 3 comes before [2]" in caplog.text
         training.go.release()
         training.until_taken(1, 3, 2)
         training.save(4, 5, 6)
@@ -96,8 +103,7 @@ def test_a_slow_evaluation_takes_the_newest_first_and_older_ones_in_its_idle_tim
     assert training.taken == [1, 3, 2, 6, 5, 7], "the end waits for the last one"
     assert training.results == [1, 2, 3, 6, 7]
     assert steps_left_out(training.run_dir) == [4, 5]
-    assert steps_left_out(training.run_dir, before=5) == [4]
-    assert "checkpoint 5 is not evaluated; training goes on: out of memory" in caplog.text
+    assert "checkpoint 5 is not evaluated, and training goes on: out of memory" in caplog.text
 
     shutil.rmtree(training.run_dir / "checkpoints" / "00000006")
     training.save(8)
@@ -118,10 +124,10 @@ def test_at_its_end_training_waits_for_the_last_checkpoint_alone_and_no_longer_t
         training.go.release()
     assert (training.taken, training.results) == ([2], [2]), "1 is old, and nobody waits for it"
     training.save(3)
-    with training.beside(timeout_s=0.1) as evaluator:
+    with training.beside(timeout_s=0.1):
         training.until_taken(2, 3)
-    assert "longer than 0.1 s after training" in caplog.text
-    assert evaluator.failures == {3: "its evaluation was ended before it had a result"}
+    assert "checkpoint 3 is not evaluated" in caplog.text
+    assert "trained 0.1 s ago (evaluation.checkpoint_timeout_s)" in caplog.text
 
     def fail() -> None:
         with training.beside():
@@ -136,49 +142,36 @@ def test_at_its_end_training_waits_for_the_last_checkpoint_alone_and_no_longer_t
 
 
 def test_the_figures_of_sets_have_their_own_names() -> None:
-    reports = {"held-out": REPORT, "books": REPORT.model_copy(update={"loss": 3.0})}
-    found = metrics_of_sets(reports)
-    assert (found["eval/loss"], found["eval/sets/books/loss"]) == (2.0, 3.0)
-    first, second = (CheckpointEvaluation(step=n, checkpoint_sha256="", reports=reports) for n in (1, 2))
-    alone = first.model_copy(update={"reports": {"held-out": REPORT}})
-    assert table_of_checkpoints([alone, second]) == [
-        {"step": "1", "loss on held-out": "2.0000", "loss on books": ""},
-        {"step": "2", "loss on held-out": "2.0000", "loss on books": "3.0000"},
+    found = CheckpointEvaluation(own=REPORT, sets={"books": REPORT.model_copy(update={"loss": 3.0})})
+    metrics = metrics_of_checkpoint(found)
+    assert (metrics["eval/loss"], metrics["eval/sets/books/loss"]) == (2.0, 3.0)
+    assert table_of_checkpoints([found]) == [
+        {"step": "1", "loss on held-out text": "2.0000", "loss on books": "3.0000"}
     ]
 
 
-@pytest.mark.parametrize(
-    ("sets", "message"),
-    [
-        ([{"path": "a/books"}, {"path": "b/books"}], "several sets are called books"),
-        ([{"path": "a/books", "name": "held-out"}], "several sets are called held-out"),
-        ([{"path": "books", "weight": 2}], "books has `weight`"),
-        ([{"path": "books", "validation_path": "x"}], "books has `validation_path`"),
-        ([{"path": "shards:books"}], "are tokens"),
-    ],
-)
-def test_sets_that_cannot_work_are_refused(sets: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny_config(evaluation__checkpoints="beside", evaluation__held_out_sets=sets)
-    with pytest.raises(ValueError, match="set it to beside"):
-        tiny_config(evaluation__held_out_sets=[{"path": "books"}])
-
-
-def test_gpus_that_training_leaves_free_evaluate_and_too_few_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_training_leaves_free_evaluate_and_what_cannot_work_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpus = tuple(Gpu(name="H100", uuid=f"GPU-{number}", driver="1") for number in range(4))
     monkeypatch.setattr(checks, "gpus_here", lambda: gpus)
-    two = {"evaluation__checkpoints": "beside", "evaluation__checkpoint_devices": 2}
-    assert gpus_beside(tiny_config(**two, parallel__ranks=2)) == ("GPU-2", "GPU-3")
-    assert gpus_beside(tiny_config(**two, parallel__strategy="single")) == ("GPU-1", "GPU-2")
-    for ranks, taken in ((3, 3), (0, 4)):
-        with pytest.raises(ValueError, match=rf"needs 2 GPUs .* training takes {taken} of this machine's 4"):
-            check_beside(tiny_config(**two, parallel__ranks=ranks))
-    check_beside(tiny_config())
-    elsewhere = tiny_config(**two).model_copy(
-        update={"launch": tiny_config().launch.model_copy(update={"launcher": "slurm"})}
-    )
-    assert gpus_beside(elsewhere) == (), "none is known to be free: the CPUs evaluate"
+    wanted = {"evaluation__checkpoints": "beside"}
+    assert check_beside(tiny_config(**wanted, parallel__ranks=2)) == "GPU-2"
+    assert check_beside(tiny_config(**wanted, parallel__strategy="single")) == "GPU-1"
+    for ranks in (4, 0):
+        with pytest.raises(ValueError, match=r"a GPU that training leaves free, and training takes 4 of .* 4: set"):
+            check_beside(tiny_config(**wanted, parallel__ranks=ranks))
+    assert check_beside(tiny_config()) == ""
+    monkeypatch.setenv(gpu_queue.NAMES, "a,b,c,d")
+    assert gpu_queue.devices_of(tiny_config(**wanted, parallel__ranks=2)) == ("a", "b", "c"), "no other run gets it"
+    config = tiny_config(**wanted)
+    elsewhere = config.model_copy(update={"launch": config.launch.model_copy(update={"launcher": "slurm"})})
+    assert check_beside(elsewhere) == "", "no GPU is known to be free: the CPUs evaluate"
     monkeypatch.setattr(checks, "gpus_here", lambda: ())
-    assert gpus_beside(tiny_config(**two)) == ()
+    sets = {"books": "/no/such/books"}
     with pytest.raises(ValueError, match=r"evaluation\.held_out_sets.*/no/such/books"):
-        check_beside(tiny_config(**two, evaluation__held_out_sets=[{"path": "/no/such/books"}]))
+        check_beside(tiny_config(**wanted, evaluation__held_out_sets=sets))
+    with pytest.raises(
+        ValueError, match=r"held_out_sets \(books\) would not be used: set evaluation.checkpoints=beside"
+    ):
+        tiny_config(evaluation__held_out_sets=sets)
