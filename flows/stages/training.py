@@ -304,7 +304,7 @@ def evaluated_beside(plan: RunPlan, run: TrackedRun) -> Iterator[None]:
     sets, timeout_s = beside.held_out_sets(plan), plan.config.evaluation.checkpoint_timeout_s
 
     def evaluate_one(folder: Path, on_poll: Callable[[], None]) -> None:
-        evaluate_checkpoint(int(folder.name), run, partial(beside.measure, folder, plan.config, sets, on_poll=on_poll))
+        evaluate_checkpoint(int(folder.name), run, partial(beside.measure, folder, plan, sets, on_poll=on_poll))
 
     work = kept_node(run.folder / beside.WORK)
     with work, beside.checkpoint_evaluator(run.folder, evaluate_one, timeout_s=timeout_s):

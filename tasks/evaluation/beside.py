@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from tasks.evaluation.checks import check_beside
@@ -20,11 +19,10 @@ from tasks.launch.local import LocalLauncher
 from tasks.runs.errors import RunStopped
 from training.config.data import DataConfig
 from training.config.evaluation import EvaluationConfig
-from training.config.run import RunConfig
 from training.config.serving import InferenceConfig
 from training.records.checkpoint import CHECKPOINT_MANIFEST, finished_checkpoints, reading
 from training.records.plan import RunPlan
-from training.records.record import Record, sha256_file
+from training.records.record import DamagedRecord, Record, sha256_file
 from training.records.results import EvalReport
 from training.records.token_shards import TokenShards
 from training.tracking.rows import METRICS, read_rows
@@ -43,6 +41,10 @@ class CheckpointEvaluation(Record):
     own: EvalReport
     sets: dict[str, EvalReport]
 
+    @property
+    def losses(self) -> dict[str, float]:
+        return {"held-out text": self.own.loss} | {name: report.loss for name, report in self.sets.items()}
+
 
 def held_out_sets(plan: RunPlan) -> dict[str, tuple[Path, TokenShards]]:
     """Return the tokens of the run's own held-out text and of the sets of its config, which are made once."""
@@ -54,18 +56,18 @@ def held_out_sets(plan: RunPlan) -> dict[str, tuple[Path, TokenShards]]:
 
 
 def measure(
-    folder: Path, config: RunConfig, sets: Mapping[str, tuple[Path, TokenShards]], *, on_poll: Callable[[], object]
+    folder: Path, run: RunPlan, sets: Mapping[str, tuple[Path, TokenShards]], *, on_poll: Callable[[], object]
 ) -> CheckpointEvaluation:
     """Measure a checkpoint on each set, and on the run's tasks; it is not pruned meanwhile.
 
     Raises FileNotFoundError if it was pruned before, RunFailed if a rank fails, and errors of `on_poll`, which end it.
     """
-    gpu, reports = check_beside(config), dict[str, EvalReport]()
+    gpu, reports = check_beside(run.config), dict[str, EvalReport]()
     with reading(folder):
-        for name, (shards_dir, shards) in sets.items():
-            wanted = EvaluationConfig(prompts=()) if name else config.evaluation
-            subject, inference = find_subject(str(folder)), InferenceConfig()
-            plan = planned(subject, shards_dir, shards, evaluation=wanted, inference=inference)
+        subject = find_subject(str(folder))
+        for name, tokens in sets.items():
+            wanted = EvaluationConfig(prompts=()) if name else run.config.evaluation
+            plan = planned(subject, *tokens, evaluation=wanted, inference=InferenceConfig())
             plan = plan.model_copy(update={"device_kind": "cuda" if gpu else "cpu"})
             launcher = LocalLauncher(plan, run_dir=folder.parent.parent / WORK, log="evaluate", beside=gpu)
             reports[name] = measured(plan, launcher, on_poll=on_poll)
@@ -119,15 +121,14 @@ def checkpoint_evaluator(
         except Exception as error:
             failed.add(step)
             why = str(error).partition("\n")[0] if folder.exists() else "it was pruned before"
-            logger.warning("checkpoint %d is not evaluated, and training goes on: %s", step, why)
+            logger.warning("checkpoint %d is not evaluated, which does not end the run: %s", step, why)
 
     def raise_if_over() -> None:
         if over.is_set():
             raise RunStopped(f"the run ended, or trained {timeout_s:g} s ago (evaluation.checkpoint_timeout_s)")
 
     # The copied context names the Prefect run to which the evaluations belong.
-    in_context = partial(contextvars.copy_context().run, work)
-    thread = threading.Thread(target=in_context, name="evaluations", daemon=True)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="evaluations", daemon=True)
     thread.start()
     try:
         yield
@@ -141,7 +142,7 @@ def checkpoint_evaluator(
 
 def _has_result(run_dir: Path, folder: Path) -> bool:
     """Whether there is a result of this checkpoint's weights; after a rewind, others may have had its step."""
-    with suppress(FileNotFoundError):  # there is none, or the checkpoint is pruned at this moment
+    with suppress(FileNotFoundError, DamagedRecord):  # there is none, or the checkpoint is pruned at this moment
         found = CheckpointEvaluation.read(result_path(run_dir, int(folder.name)))
         return found.own.checkpoint_sha256 == sha256_file(folder / CHECKPOINT_MANIFEST)
     return False

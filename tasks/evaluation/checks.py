@@ -55,8 +55,6 @@ def check_beside(config: RunConfig) -> str:
             f"evaluation.checkpoints=beside needs a GPU that training leaves free, and training takes {ranks} of this "
             f"machine's {len(gpus)}: set parallel.ranks to fewer, or evaluation.checkpoints=none"
         )
-    if importlib.util.find_spec("torch") is None:
-        raise ValueError("evaluation.checkpoints=beside needs torch on this machine: install it, or set none")
     for path in config.evaluation.held_out_sets.values():
         check_path(path, field="evaluation.held_out_sets")
     return gpus[ranks].uuid if gpus else ""

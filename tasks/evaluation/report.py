@@ -40,9 +40,9 @@ def table_of_checkpoints(evaluations: Iterable[CheckpointEvaluation]) -> list[di
     """Return one row for each checkpoint: its losses, and its scores in tasks."""
     rows = []
     for each in evaluations:
-        row = {f"loss on {name}": report.loss for name, report in {"held-out text": each.own, **each.sets}.items()}
-        row |= {f"{score.task} {score.metric}": score.value for score in each.own.tasks}
-        rows.append({"step": f"{each.own.step:,}", **{head: f"{value:.4f}" for head, value in row.items()}})
+        figures = {f"loss on {name}": loss for name, loss in each.losses.items()}
+        figures |= {f"{score.task} {score.metric}": score.value for score in each.own.tasks}
+        rows.append({"step": f"{each.own.step:,}"} | {name: f"{value:.4f}" for name, value in figures.items()})
     return rows
 
 

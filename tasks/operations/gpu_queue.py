@@ -126,9 +126,7 @@ def _queue_of(allocation: Allocation) -> Holder | None:
 
 
 def devices_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the devices that the run will use, the first ones, with one for evaluation beside training;
-    empty without GPUs.
-    """
+    """Return the names of the devices that training and evaluation beside it will use; empty without GPUs."""
     named = os.environ.get(NAMES)
     names = tuple(named.split(",")) if named else tuple(gpu.uuid for gpu in gpus_here())
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks

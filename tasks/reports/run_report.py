@@ -11,7 +11,7 @@ import yaml
 
 from tasks.display.html_page import write_html
 from tasks.display.numbers import format_amount, format_count, format_money
-from tasks.evaluation.beside import CheckpointEvaluation, evaluations_of, steps_left_out
+from tasks.evaluation.beside import evaluations_of, steps_left_out
 from tasks.evaluation.report import table_of, table_of_checkpoints
 from tasks.planning.describe import describe_plan
 from tasks.planning.price import TRAINING, RunCost, per_1b
@@ -39,7 +39,11 @@ def write_report(data: RunData) -> list[Path]:
     page, curves = folder / PAGE, folder / CURVES
     exported, evaluated = data.exported, evaluations_of(folder)
     precisions = precision_rows(exported.parity.precisions, data.latency) if exported else []
-    drawn = data.plan is not None and draw_curves(curves, plan=data.plan, rows=[*data.rows, *map(_losses, evaluated)])
+    losses = [
+        {"step": each.own.step} | {f"{BY_SOURCE}checkpoints on {name}": loss for name, loss in each.losses.items()}
+        for each in evaluated
+    ]
+    drawn = data.plan is not None and draw_curves(curves, plan=data.plan, rows=[*data.rows, *losses])
     checkpoints = table_of_checkpoints(evaluated)
     heads = tuple(dict.fromkeys(head for row in checkpoints for head in row))  # a resume may have added sets
     write_html(
@@ -71,12 +75,6 @@ def write_report(data: RunData) -> list[Path]:
         commands=list(_commands(data)),
     )
     return [page, curves] if drawn else [page]
-
-
-def _losses(found: CheckpointEvaluation) -> dict[str, float]:
-    """Return a checkpoint's losses as a row of metrics, in which each set is a source of held-out text."""
-    losses = {name: report.loss for name, report in {"held-out text": found.own, **found.sets}.items()}
-    return {"step": found.own.step, **{f"{BY_SOURCE}checkpoints on {name}": losses[name] for name in losses}}
 
 
 def _tiles(data: RunData) -> Iterator[tuple[str, str]]:

@@ -103,7 +103,7 @@ def test_a_slow_evaluation_takes_the_newest_first_and_older_ones_in_its_idle_tim
     assert training.taken == [1, 3, 2, 6, 5, 7], "the end waits for the last one"
     assert training.results == [1, 2, 3, 6, 7]
     assert steps_left_out(training.run_dir) == [4, 5]
-    assert "checkpoint 5 is not evaluated, and training goes on: out of memory" in caplog.text
+    assert "checkpoint 5 is not evaluated, which does not end the run: out of memory" in caplog.text
 
     shutil.rmtree(training.run_dir / "checkpoints" / "00000006")
     training.save(8)
