@@ -22,7 +22,7 @@ from training.config.evaluation import EvaluationConfig
 from training.config.serving import InferenceConfig
 from training.records.checkpoint import CHECKPOINT_MANIFEST, finished_checkpoints, reading
 from training.records.plan import RunPlan
-from training.records.record import DamagedRecord, Record, sha256_file
+from training.records.record import Record, sha256_file
 from training.records.results import EvalReport
 from training.records.token_shards import TokenShards
 from training.tracking.rows import METRICS, read_rows
@@ -89,6 +89,13 @@ def steps_left_out(run_dir: Path) -> list[int]:
     return sorted(step for step in steps if not result_path(run_dir, step).exists())
 
 
+def _hash(checkpoint: Path) -> str:
+    """Return the hash by which results name a checkpoint; after a rewind, others may have had its step."""
+    with suppress(FileNotFoundError):
+        return sha256_file(checkpoint / CHECKPOINT_MANIFEST)
+    return "pruned at this moment"
+
+
 @contextmanager
 def checkpoint_evaluator(
     run_dir: Path, evaluate: Callable[[Path, Callable[[], None]], object], *, timeout_s: float
@@ -104,7 +111,8 @@ def checkpoint_evaluator(
         while not over.is_set():
             last_only = ending.is_set()  # read before the look, so that the last one is not missed
             folders = finished_checkpoints(run_dir)[-1 if last_only else 0 :]
-            todo = [each for each in folders if int(each.name) not in failed and not _has_result(run_dir, each)]
+            done = {each.own.checkpoint_sha256 for each in evaluations_of(run_dir)}
+            todo = [each for each in folders if int(each.name) not in failed and _hash(each) not in done]
             if todo:
                 take(todo[-1], older=[int(each.name) for each in todo[:-1]])
             elif last_only:
@@ -138,11 +146,3 @@ def checkpoint_evaluator(
         over.set()
         ending.set()
         thread.join(STOP_S)
-
-
-def _has_result(run_dir: Path, folder: Path) -> bool:
-    """Whether there is a result of this checkpoint's weights; after a rewind, others may have had its step."""
-    with suppress(FileNotFoundError, DamagedRecord):  # there is none, or the checkpoint is pruned at this moment
-        found = CheckpointEvaluation.read(result_path(run_dir, int(folder.name)))
-        return found.own.checkpoint_sha256 == sha256_file(folder / CHECKPOINT_MANIFEST)
-    return False

@@ -66,9 +66,8 @@ class EvaluationConfig(Section):
     task_limit: int = Field(0, ge=0, description="Maximum number of documents evaluated per task; 0 means all.")
     checkpoints: Literal["none", "beside"] = Field(
         "none",
-        description="Which checkpoints are evaluated before the last one. beside: each, beside training, on the run's "
-        "held-out text, `held_out_sets` and `tasks`; on a GPU that training leaves free, or on CPUs with the lowest "
-        "priority. Training does not wait: an evaluation that falls behind takes the newest checkpoint first.",
+        description="Which checkpoints are evaluated before the last one. beside: each, in a process of its own beside "
+        "training, which does not wait, on the run's held-out text, `held_out_sets` and `tasks`.",
     )
     held_out_sets: dict[str, str] = Field(
         {},
