@@ -52,7 +52,8 @@ def pretrain(
         with stages.kept_on_store(config, run, shards_dir), stages.devices(config, run):
             inventory = stages.hardware(config, run)
             plan = stages.write_plan(config, inventory, run, shards=shards, shards_dir=shards_dir, changes=changes)
-            stages.train(plan, run)
+            with stages.evaluated_beside(plan, run):
+                stages.train(plan, run)
             stages.evaluate(plan, run)
             stages.export(plan, run)
             stages.measure_champion(plan, run, shards)

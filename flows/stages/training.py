@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,10 @@ from tasks.data import corpus
 from tasks.data.estimate import estimate_text
 from tasks.display.markdown import escape_markdown
 from tasks.display.progress import step_progress, time_progress
+from tasks.evaluation import beside
 from tasks.evaluation import champion as champion_evaluation
-from tasks.evaluation.checks import check_prompts, check_tasks
-from tasks.evaluation.report import metrics_of, table_of
+from tasks.evaluation.checks import check_beside, check_prompts, check_tasks
+from tasks.evaluation.report import metrics_of, metrics_of_checkpoint, table_of, table_of_checkpoints
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
 from tasks.inference.open_engine import open_engine
@@ -75,6 +76,7 @@ logger = logging.getLogger(__name__)
 
 ON_STORE = "shardline.store"  # tag: the run's URL
 LEFT_OUT = "shardline.left_out"  # tag: what the export lacks, and why
+CHECKPOINTS_LEFT_OUT = "eval/checkpoints_left_out"
 
 
 def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tuple[Change, ...]]:
@@ -124,6 +126,7 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
     with timed(run, "tokenize"):
         nsight.check_here(config)  # a resume may ask for it
         check_tasks(config)
+        check_beside(config)
         check_weights(config)
         check_store(config, run.run_id)
         with engine_of(config.data) as engine:
@@ -290,6 +293,43 @@ def log_attempts(run: TrackedRun) -> None:
         with suppress(OSError):  # a full disk may be the reason why the run ended; an error here must not hide that
             write_atomically(run.folder / "attempts.json", json.dumps(attempts, indent=2))
         mlflow_run.offer_files(run, run.folder / "attempts.json")
+
+
+@contextmanager
+def evaluated_beside(plan: RunPlan, run: TrackedRun) -> Iterator[None]:
+    """Evaluate the checkpoints of the training in the block, if the config asks for it; log which were left out."""
+    if plan.config.evaluation.checkpoints == "none":
+        yield
+        return
+    sets, timeout_s = beside.held_out_sets(plan), plan.config.evaluation.checkpoint_timeout_s
+
+    def evaluate_one(folder: Path, on_poll: Callable[[], None]) -> None:
+        evaluate_checkpoint(int(folder.name), run, partial(beside.measure, folder, plan, sets, on_poll=on_poll))
+
+    work = kept_node(run.folder / beside.WORK)
+    with work, beside.checkpoint_evaluator(run.folder, evaluate_one, timeout_s=timeout_s):
+        yield
+    trained = TrainResult.read(run.folder / "result.json")
+    for each in beside.evaluations_of(run.folder):
+        if each.own.checkpoint_sha256 == trained.checkpoint_sha256:
+            each.own.write(run.folder / "eval.json")  # the next stage finds the last checkpoint measured
+    wait_for_store()
+    left_out = ", ".join(map(str, steps := beside.steps_left_out(run.folder)))
+    mlflow_run.log_figures(run, {CHECKPOINTS_LEFT_OUT: len(steps)}, step=trained.step)
+    connect().set_tag(run.mlflow_run_id, "shardline.checkpoints_left_out", left_out[:TAG_CHARS] or "none")
+    if left_out:
+        logger.warning("checkpoints without an evaluation: %s", left_out)
+
+
+@stage("Evaluate a checkpoint", run_name="Evaluate checkpoint {step}")
+def evaluate_checkpoint(step: int, run: TrackedRun, measure: Callable[[], beside.CheckpointEvaluation]) -> None:
+    found = measure()
+    wait_for_store()
+    left_out = sum(other < step for other in beside.steps_left_out(run.folder))
+    mlflow_run.log_figures(run, metrics_of_checkpoint(found) | {CHECKPOINTS_LEFT_OUT: left_out}, step=step)
+    found.write(beside.result_path(run.folder, step))  # last, so that what MLflow lacks is measured again
+    rows = table_of_checkpoints(beside.evaluations_of(run.folder))
+    show_table(rows, key="checkpoints", description="Checkpoints, evaluated beside training")
 
 
 @stage("Evaluate")

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from tasks.data.sources import check_path
+from tasks.hardware.machine import gpus_here
 from tasks.workspace.paths import command
 from training.config.run import RunConfig
 from training.records.text_encoding import TextEncoding
@@ -38,6 +40,24 @@ def check_tasks(config: RunConfig) -> None:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise (ValueError if done.returncode == 2 else RuntimeError)(lines[-1])
+
+
+def check_beside(config: RunConfig) -> str:
+    """Return the GPU that evaluates beside training, the one after training's; empty for CPUs: without GPUs, and where
+    the ranks are not this machine's processes. Raises ValueError, with the cure, for what cannot work.
+    """
+    if config.evaluation.checkpoints == "none":
+        return ""
+    gpus = gpus_here() if config.launch.launcher == "local" else ()
+    ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks or len(gpus)
+    if gpus and ranks >= len(gpus):
+        raise ValueError(
+            f"evaluation.checkpoints=beside needs a GPU that training leaves free, and training takes {ranks} of this "
+            f"machine's {len(gpus)}: set parallel.ranks to fewer, or evaluation.checkpoints=none"
+        )
+    for path in config.evaluation.held_out_sets.values():
+        check_path(path, field="evaluation.held_out_sets")
+    return gpus[ranks].uuid if gpus else ""
 
 
 def check_prompts(tokenizer: Path, encoding: TextEncoding, prompts: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ import datetime
 import hashlib
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,19 +131,26 @@ def evaluate(
     if inference.engine not in {"auto", "torch"}:
         raise ValueError(f"inference.engine = {inference.engine}: evaluation runs torch, leave it out")
     check_inference(subject.folder, inference)
-    shards_dir, shards = _tokens(subject, data, held_out_of=held_out_of or subject.plan)
+    shards_dir, shards = tokens_of(subject, data, held_out_of=held_out_of or subject.plan)
     plan = planned(subject, shards_dir, shards, evaluation=evaluation, inference=inference)
     check_tasks(plan.config)
     folder = home() / "evaluations" / plan.run_id
-    folder.mkdir(parents=True)
-    plan.write(folder / "plan.json")
     logger.info("evaluating %s on %d ranks, in %s", subject.what, inference.degree, folder)
-    launcher = LocalLauncher(plan, run_dir=folder, log="evaluate")
-    recovery.run_program("training.evaluate", plan=plan, run_dir=folder, launcher=launcher)
+    return measured(plan, LocalLauncher(plan, run_dir=folder, log="evaluate"))
+
+
+def measured(
+    plan: EvaluationPlan, launcher: LocalLauncher, *, on_poll: Callable[[], object] = lambda: None
+) -> EvalReport:
+    """Run the evaluation program in the launcher's folder; an error of `on_poll` ends it."""
+    folder = launcher.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    plan.write(folder / "plan.json")
+    recovery.run_program("training.evaluate", plan=plan, run_dir=folder, launcher=launcher, on_poll=on_poll)
     return EvalReport.read(folder / "eval.json")
 
 
-def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) -> tuple[Path, TokenShards]:
+def tokens_of(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) -> tuple[Path, TokenShards]:
     """Return the run's own shards, or `data`, all of it held out, tokenized by the model's own tokenizer and rule."""
     if data.given:
         text = data.model_copy(update={"tokenizer": _own_tokenizer(subject), "split": "all"})

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Iterable
 
+from tasks.evaluation.beside import CheckpointEvaluation
 from tasks.evaluation.evaluate import Subject
 from tasks.registry.tags import TAG, note_evaluation
 from tasks.tracking.client import TRAINING_PAGES, check_artifacts, experiment_of, registry_client, run_or_none
@@ -28,6 +30,22 @@ def metrics_of(report: EvalReport) -> dict[str, float]:
     if report.last_loss is not None and report.average_loss is not None:
         figures |= {"eval/last_loss": report.last_loss, "eval/average_loss": report.average_loss}
     return {_metric_name(name): value for name, value in figures.items()}
+
+
+def metrics_of_checkpoint(found: CheckpointEvaluation) -> dict[str, float]:
+    """Return the metrics of the run's own text, as above, and eval/sets/NAME/loss, … of each further set."""
+    sets = {f"eval/sets/{name}/{of}": value for name in found.sets for of, value in _figures(found.sets[name]).items()}
+    return metrics_of(found.own) | {_metric_name(name): value for name, value in sets.items()}
+
+
+def table_of_checkpoints(evaluations: Iterable[CheckpointEvaluation]) -> list[dict[str, str]]:
+    """Return one row for each checkpoint: its losses, and its scores in tasks."""
+    rows = []
+    for each in evaluations:
+        figures = {f"loss on {name}": loss for name, loss in each.losses.items()}
+        figures |= {f"{score.task} {score.metric}": score.value for score in each.own.tasks}
+        rows.append({"step": f"{each.own.step:,}"} | {name: f"{value:.4f}" for name, value in figures.items()})
+    return rows
 
 
 def _metric_name(name: str) -> str:

@@ -141,13 +141,16 @@ class ProcessNode(Node):
 
 
 class LocalLauncher:
-    """Ranks as processes of this machine. `name`: the machine's name in the plan; `log`: the file for their output."""
+    """Ranks as processes of this machine. `log`: the file for their output; `beside`: they run beside training, with
+    CPU time that nobody else wants, on these GPUs (as in CUDA_VISIBLE_DEVICES).
+    """
 
     heartbeat = ""
     ranks_send_metrics = True
     signals_are_the_users = True
 
-    def __init__(self, plan: LaunchedPlan, *, run_dir: Path, log: str) -> None:
+    def __init__(self, plan: LaunchedPlan, *, run_dir: Path, log: str, beside: str | None = None) -> None:
+        self.beside = beside
         self.plan, self.run_dir, self.log = plan, run_dir, run_dir / "logs" / f"{log}.log"
         self.host = ThisMachine(name_here(plan))
         self.pid_for_nodes = os.getpid()
@@ -178,6 +181,8 @@ class LocalLauncher:
         environment = {name: os.environ[name] for name in sorted(defaults) if name in os.environ}
         if run_id := getattr(self.plan, "mlflow_run_id", ""):
             environment["MLFLOW_RUN_ID"] = run_id
+        if self.beside is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.beside
         return environment, {}
 
     def compile_cache(self) -> None:
@@ -218,7 +223,7 @@ class LocalLauncher:
             environment["PYTHONSAFEPATH"] = "1"
         with self.log.open("ab") as log:
             # -P: a folder named `training` in the working directory must not be imported instead.
-            return subprocess.Popen(
+            node = subprocess.Popen(
                 [sys.executable, "-P", "-m", "training.node", *(["--stand-by"] if task.is_ours else []), str(path)],
                 stdin=subprocess.PIPE if task.is_ours else subprocess.DEVNULL,
                 stdout=log,
@@ -226,6 +231,9 @@ class LocalLauncher:
                 env=environment,
                 start_new_session=True,
             )
+        if self.beside is not None:  # with nice 19, its threads would still get 1.5% of every busy core
+            os.sched_setscheduler(node.pid, os.SCHED_IDLE, os.sched_param(0))
+        return node
 
     def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
         path = standby_lease(self.run_dir).with_name(f"{host.name}.json")

@@ -126,11 +126,11 @@ def _queue_of(allocation: Allocation) -> Holder | None:
 
 
 def devices_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the devices that the run's ranks will use, the first ones; empty without GPUs."""
+    """Return the names of the devices that training and evaluation beside it will use; empty without GPUs."""
     named = os.environ.get(NAMES)
     names = tuple(named.split(",")) if named else tuple(gpu.uuid for gpu in gpus_here())
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
-    return names[:ranks] if ranks else names
+    return names[: ranks + (config.evaluation.checkpoints == "beside")] if ranks else names
 
 
 class LocalDevices:

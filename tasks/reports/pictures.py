@@ -88,7 +88,7 @@ def _draw_loss_curve(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
                   label="quick validation")  # fmt: skip
     by_source = sorted({key for row in rows for key in row if key.startswith(BY_SOURCE)})
     for key in by_source if len(by_source) <= MOST_SOURCES else ():
-        axes.plot(*zip(*_points(rows, key), strict=True), ":", linewidth=1, label=key.removeprefix(BY_SOURCE))
+        axes.plot(*zip(*_points(rows, key), strict=True), ".:", linewidth=1, label=key.removeprefix(BY_SOURCE))
     axes.legend(frameon=False, fontsize=9)
 
 

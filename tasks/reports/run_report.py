@@ -11,12 +11,13 @@ import yaml
 
 from tasks.display.html_page import write_html
 from tasks.display.numbers import format_amount, format_count, format_money
-from tasks.evaluation.report import table_of
+from tasks.evaluation.beside import evaluations_of, steps_left_out
+from tasks.evaluation.report import table_of, table_of_checkpoints
 from tasks.planning.describe import describe_plan
 from tasks.planning.price import TRAINING, RunCost, per_1b
 from tasks.reports.export_latency import describe_precisions, latency_rows, precision_rows
 from tasks.reports.outcome import against_plan
-from tasks.reports.pictures import draw_curves
+from tasks.reports.pictures import BY_SOURCE, draw_curves
 from tasks.reports.run_data import RunData
 from tasks.reports.run_summary import summary
 from tasks.runs.folder import flattened
@@ -36,9 +37,15 @@ def write_report(data: RunData) -> list[Path]:
     """Write report.html and, where steps were logged, curves.png to the run's folder."""
     folder = data.run.folder
     page, curves = folder / PAGE, folder / CURVES
-    exported = data.exported
+    exported, evaluated = data.exported, evaluations_of(folder)
     precisions = precision_rows(exported.parity.precisions, data.latency) if exported else []
-    drawn = data.plan is not None and draw_curves(curves, plan=data.plan, rows=data.rows)
+    losses = [
+        {"step": each.own.step} | {f"{BY_SOURCE}checkpoints on {name}": loss for name, loss in each.losses.items()}
+        for each in evaluated
+    ]
+    drawn = data.plan is not None and draw_curves(curves, plan=data.plan, rows=[*data.rows, *losses])
+    checkpoints = table_of_checkpoints(evaluated)
+    heads = tuple(dict.fromkeys(head for row in checkpoints for head in row))  # a resume may have added sets
     write_html(
         page,
         "reports/run_report.html.j2",
@@ -49,6 +56,9 @@ def write_report(data: RunData) -> list[Path]:
         tiles=list(_tiles(data)),
         curves=curves if drawn else None,
         evaluation=[tuple(row.values()) for row in table_of(data.evaluation)] if data.evaluation else [],
+        checkpoints=[tuple(row.get(head, "") for head in heads) for row in checkpoints],
+        checkpoint_heads=heads,
+        checkpoints_left_out=", ".join(map(str, steps_left_out(folder))),
         samples=data.evaluation.samples if data.evaluation else (),
         **_latency(data.latency, folder / LATENCY),
         precisions=[tuple(row.values()) for row in precisions],

@@ -64,6 +64,18 @@ class EvaluationConfig(Section):
         description="Number of solved examples before each question; -1 means as each task defines it.",
     )
     task_limit: int = Field(0, ge=0, description="Maximum number of documents evaluated per task; 0 means all.")
+    checkpoints: Literal["none", "beside"] = Field(
+        "none",
+        description="Which checkpoints are evaluated before the last one. beside: each, in a process of its own beside "
+        "training, which does not wait, on the run's held-out text, `held_out_sets` and `tasks`.",
+    )
+    held_out_sets: dict[str, str] = Field(
+        {},
+        description="Further texts on which checkpoints are evaluated: name and path, which is read like data.path.",
+    )
+    checkpoint_timeout_s: float = Field(
+        3600, gt=0, description="Seconds to wait, after training, for the evaluation of the last checkpoint."
+    )
 
     @property
     def has_tasks(self) -> bool:
@@ -75,5 +87,10 @@ class EvaluationConfig(Section):
             raise ValueError(
                 f"evaluation.early_stop_validations = {self.early_stop_validations} needs validations while training: "
                 "set evaluation.every_steps"
+            )
+        if self.held_out_sets and self.checkpoints == "none":
+            raise ValueError(
+                f"evaluation.held_out_sets ({', '.join(self.held_out_sets)}) would not be used: "
+                "set evaluation.checkpoints=beside"
             )
         return self
