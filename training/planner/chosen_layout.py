@@ -10,19 +10,16 @@ from training.config.parallel import IN_SHARDS
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster
 from training.planner.communication import check_communication, choose_groups
-from training.planner.corrections import Corrections, corrections_of, describe_kind, machine_of, priced_as
+from training.planner.corrections import corrections_of, describe_kind, machine_of, priced_as
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB
 from training.planner.model_shape import flops_per_token
 from training.planner.precision import ChosenPrecision, Precision, fp8_refusal, with_whole_gradients
 from training.planner.pricing import PricedLayout, job_of, needed_memory
 from training.planner.search import (
-    AS_FAST,
-    FewerHosts,
     Mesh,
     Ranking,
     best_by_kind,
-    faster_on_fewer_hosts,
     rank_layouts,
     why_ranks,
 )
@@ -119,7 +116,6 @@ def choose_layout(
     ranking = rank_layouts(possible, shape, inventory, precision=common, corrections=corrections)
     if not ranking.fitting:
         raise DoesNotFit(_does_not_fit(ranking, inventory)) if ranking.unfitting else ValueError(ranking.refused[0])
-    ranking, inventory, why_network = _on_fewer_hosts(config, shape, inventory, ranking, common, corrections)
     best = ranking.fitting[0]
     layout, mesh = best.layout, Mesh(best.layout.strategy, best.layout.tp, best.layout.pp, best.layout.cp)
     check_communication(config, dp=layout.gradient_ranks, precision="fp16" if precision.scales_loss else common)
@@ -137,7 +133,6 @@ def choose_layout(
         f"micro-batch {layout.micro_batch}: {_why_micro_batch(config, best)}",
         *([why_groups] if why_groups else []),
         *([why_prices] if why_prices else []),
-        *why_network,
         *_why_rest(config, ranking),
     )
     return ChosenLayout(
@@ -149,27 +144,6 @@ def choose_layout(
         priced=priced.model_copy(update={"layout": describe_kind(config, layout)}) if priced.machine else None,
         reasons=reasons,
     )
-
-
-def _on_fewer_hosts(
-    config: RunConfig,
-    shape: ModelShape,
-    inventory: Inventory,
-    ranking: Ranking,
-    precision: Precision,
-    corrections: Corrections,
-) -> tuple[Ranking, Inventory, tuple[str, ...]]:
-    """Return the ranking and the hosts to use: fewer hosts if they are faster and the strategy is open; and why."""
-    fewer = faster_on_fewer_hosts(config, shape, inventory, ranking, precision=precision, corrections=corrections)
-    if fewer is None:
-        return ranking, inventory, ()
-    why = (
-        _why_fewer_hosts(config, ranking, fewer, inventory),
-        *_less_sent(config, shape, inventory, fewer, corrections),
-    )
-    if config.parallel.strategy == "auto":
-        return fewer.ranking, fewer.inventory, why
-    return ranking, inventory, why
 
 
 def resolve(config: RunConfig, layout: Layout, *, group_ranks: int) -> RunConfig:
@@ -207,35 +181,6 @@ def _why_best(ranking: Ranking) -> str:
 def describe_slower(share: float) -> str:
     """`3.1% slower`, or `predicted as fast` where the share would show as 0.0%."""
     return f"{share:.1%} slower" if share >= 5e-4 else "predicted as fast"
-
-
-def _why_fewer_hosts(config: RunConfig, ranking: Ranking, fewer: FewerHosts, inventory: Inventory) -> str:
-    best, few = ranking.fitting[0], fewer.ranking.fitting[0]
-    link = best.cluster.network
-    all_, some = (f"{tokens_per_s(ranking, each):,.0f} tokens/s" for each in (best, few))
-    taken = "taken" if config.parallel.strategy == "auto" else f"parallel.ranks={few.layout.world_size} would take them"
-    return (
-        f"hosts: {few.cluster.num_hosts} of {len(inventory.hosts)} make {some}, all of them {all_} over a network of "
-        f"{link.gb_per_s:.3g} GB/s: {taken}"
-    )
-
-
-def _less_sent(
-    config: RunConfig, shape: ModelShape, inventory: Inventory, fewer: FewerHosts, corrections: Corrections
-) -> list[str]:
-    """Return the reasons that name compression or local-sgd on all hosts, where faster. They change learning."""
-    best_s, found = fewer.ranking.fitting[0].step_s, list[str]()
-    ways = {"parallel.strategy=local-sgd": {"strategy": "local-sgd"}}
-    ways["parallel.strategy=ddp parallel.compression=powersgd"] = {"strategy": "ddp", "compression": "powersgd"}
-    for way, fields in ways.items():
-        changed = config.model_copy(update={"parallel": config.parallel.model_copy(update=fields)})
-        precision = fewer.ranking.job.precision
-        ranking = rank_layouts(changed, shape, inventory, precision=precision, corrections=corrections)
-        if ranking.fitting and ranking.fitting[0].step_s * AS_FAST < best_s:
-            found.append(f"{way} {tokens_per_s(ranking, ranking.fitting[0]):,.0f} tokens/s")
-    if not found:
-        return []
-    return [f"all hosts would make, sending less: {', '.join(found)}; that changes what is learned, so it is not taken"]
 
 
 def _why_micro_batch(config: RunConfig, best: PricedLayout) -> str:

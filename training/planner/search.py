@@ -19,7 +19,6 @@ from training.planner.corrections import NO_CORRECTIONS, Corrections
 from training.planner.job import Job, Layout, Offload, Recompute
 from training.planner.precision import fp8_refusal
 from training.planner.pricing import PricedLayout, job_of, price
-from training.planner.step_time import exposed_s
 from training.records.inventory import Inventory
 from training.records.plan import ModelShape
 from training.records.words import counted
@@ -126,53 +125,6 @@ def _rank_meshes(
     unfitting = sorted((each for each in priced if not each.fits), key=lambda each: each.missing_gib)
     refused = tuple(refusal for refusal in refusals.values() if refusal is not None)
     return Ranking(job, best_first(fitting), tuple(unfitting), refused, (LEFT_OUT,) if is_left_out else ())
-
-
-@dataclass(frozen=True)
-class FewerHosts:
-    """Some of the hosts, and the layouts on them."""
-
-    inventory: Inventory
-    ranking: Ranking
-
-
-def faster_on_fewer_hosts(
-    config: RunConfig,
-    shape: ModelShape,
-    inventory: Inventory,
-    ranking: Ranking,
-    *,
-    precision: str,
-    corrections: Corrections,
-) -> FewerHosts | None:
-    """Half of the hosts, a quarter, …, one: the fastest of them, if that is faster than all hosts; None if not.
-
-    Only where the network between hosts was measured, hosts are alike, and the config leaves open how many take part.
-    `corrections` are those of all hosts.
-    """
-    best, num_hosts = ranking.fitting[0], len(inventory.hosts)
-    is_guessed = any("between hosts" in rate for rate in best.cluster.assumed)
-    if config.parallel.ranks or is_guessed or not _are_alike(inventory):
-        return None
-    computing_s = min(each.step_s - exposed_s(each.seconds) for each in ranking.fitting)
-    if 2 * computing_s > best.step_s:  # half of the hosts take twice as long to compute alone
-        return None
-    tried = []
-    for size in [num_hosts >> halving for halving in range(1, num_hosts.bit_length())]:
-        part = Inventory(hosts=inventory.hosts[:size])
-        found = rank_layouts(config, shape, part, precision=precision, corrections=corrections)
-        if size >= config.launch.min_hosts and found.fitting:
-            tried.append(FewerHosts(part, found))
-    fastest = min(tried, key=lambda each: each.ranking.fitting[0].step_s, default=None)
-    if fastest is None or AS_FAST * fastest.ranking.fitting[0].step_s >= best.step_s:
-        return None
-    return fastest
-
-
-def _are_alike(inventory: Inventory) -> bool:
-    """Whether all devices have one name: unlike ones get unequal shares, which are priced later (replicas.py)."""
-    devices = {id(device): device for host in inventory.hosts for device in host.devices}
-    return len({device.name for device in devices.values()}) == 1
 
 
 # The order

@@ -303,7 +303,8 @@ def test_hosts_behind_a_slow_network_are_left_idle_and_what_sends_less_is_named(
     plan, alone = planned(LLAMA_1B, slow), planned(LLAMA_1B, "1x8xA100-80GB-SXM")
     assert (plan.hosts, plan.idle_hosts) == (("hypothetical-0",), ("hypothetical-1",))
     assert plan.predicted.step_ms == alone.predicted.step_ms
-    assert any(reason.startswith("hosts: 1 of 2 make") and reason.endswith(": taken") for reason in plan.reasons)
+    (why,) = (reason for reason in plan.reasons if reason.startswith("hosts: 1 of 2 (8 A100-80GB-SXM) make"))
+    assert why.endswith(": taken; idle: hypothetical-1")
     (why,) = (reason for reason in plan.reasons if reason.startswith("all hosts would make, sending less:"))
     assert "parallel.strategy=local-sgd" in why
     assert "compression=powersgd" in why
@@ -311,6 +312,32 @@ def test_hosts_behind_a_slow_network_are_left_idle_and_what_sends_less_is_named(
     asked = planned(LLAMA_1B, slow, strategy="ddp")
     assert asked.idle_hosts == ()
     assert any("parallel.ranks=8 would take them" in reason for reason in asked.reasons)
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow", "network", "is_taken"),
+    [
+        ("8xH100-80GB-SXM", "8xV100-32GB-SXM", "25Gb", False),
+        ("4xA100-80GB-SXM", "4xRTX-3090", "1Gb", False),
+        ("4xA100-80GB-SXM", "4xRTX-3090", "400Gb", True),
+    ],
+)
+@pytest.mark.parametrize("is_slow_first", [False, True])
+def test_unlike_hosts_take_part_only_where_they_add_speed(
+    fast: str, slow: str, network: str, is_taken: bool, is_slow_first: bool
+) -> None:
+    """Both figures are said, whichever wins; the machine alone is planned as it would be without the others."""
+    hosts = [f"1x{each},{network}" for each in ([slow, fast] if is_slow_first else [fast, slow])]
+    plan, alone = planned(LLAMA_1B, "+".join(hosts)), planned(LLAMA_1B, f"1x{fast}")
+    speeds = [f"{each.predicted.tokens_per_s:,.0f} tokens/s" for each in (plan, alone)]
+    (why,) = (reason for reason in plan.reasons if reason.startswith("hosts: "))
+    assert all(speed in why for speed in speeds)
+    assert plan.predicted.tokens_per_s >= alone.predicted.tokens_per_s
+    names = (f"hypothetical-{int(is_slow_first)}", f"hypothetical-{int(not is_slow_first)}")
+    assert (set(plan.hosts), plan.idle_hosts) == ((set(names), ()) if is_taken else ({names[0]}, names[1:]))
+    if not is_taken:
+        assert f"idle: {names[1]}" in why
+        assert (plan.describe_precision, plan.mesh) == (alone.describe_precision, alone.mesh)
 
 
 def test_a_hundred_thousand_gpus_are_a_few_unlike_ones() -> None:
