@@ -21,6 +21,7 @@ def _describe_layout(layout: RankedLayout) -> str:
         for axis, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp), ("dp", layout.dp))
         if size > 1
     ) + describe_stages(layout.stages)
+    sizes += f", {layout.stages_per_rank} stages a rank" if layout.stages_per_rank > 1 else ""
     sizes += ", sequence parallel" if layout.sequence_parallel else ""
     if layout.pp == 1:
         sizes += "" if layout.reshard_after_forward else ", weights kept gathered"
@@ -68,7 +69,7 @@ def _describe_parameters(plan: RunPlan) -> str:
     shape, sizes, tp, pp = plan.shape, plan.shape.sizes, plan.mesh["tp"], plan.mesh["pp"]
     words = [f"a token uses {'all' if sizes.used == sizes.parameters else f'{sizes.used:,}'}", sizes.counted]
     if pp * tp > 1 and not plan.stages:
-        numbers = even_stages(shape.layers, pp * plan.config.parallel.pp_stages_per_rank)
+        numbers = even_stages(shape.layers, pp * plan.stages_per_rank)
         job = job_of(plan.config, shape, plan.precision)
         own = [f"{job.of_rank(numbers, range(stage, len(numbers), pp), tp=tp):,.0f}" for stage in range(pp)]
         words.append(f"a rank {'of each stage ' * (pp > 1)}has {', '.join(own)}")

@@ -37,6 +37,7 @@ LAYOUT_FIELDS = {
     "tp",
     "pp",
     "cp",
+    "pp_stages_per_rank",
     "stages",
     "sequence_parallel",
     "offload",
@@ -243,6 +244,25 @@ def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, invento
     sizes = zip(micro_batches, plan.micro_batches, plan.largest_micro_batches, strict=True)
     largest = [max(size, min(limit, before - 1)) for size, before, limit in sizes]  # `before` was too much for one
     return plan.model_copy(update=update | {"largest_micro_batches": tuple(largest)})
+
+
+def next_layout(plan: RunPlan, *, inventory: Inventory, why: str) -> RunPlan | None:
+    """Return a plan of the same run in the next layout of the ranking that needs less memory; None if there is none."""
+    this, *others = plan.ranking or (None,)
+    left = [each for each in others if this is not None and not each.why_not and each.memory_gib < this.memory_gib]
+    for number, layout in enumerate(left):
+        content = plan.config.model_dump(mode="json")
+        content["parallel"] |= {"precision": plan.pinned_precision, "ranks": plan.world_size, **layout.as_asked()}
+        content["train"] |= {"activation_checkpointing": layout.activation_checkpointing, "compile": plan.compiled}
+        try:
+            other = _planned_again(plan, content, inventory=inventory)
+        except ValueError as error:
+            logger.info("trial: %s is not possible here: %s", layout.strategy, error)
+            continue
+        update = {"config": plan.config, "mlflow_run_id": plan.mlflow_run_id, "reasons": (*other.reasons, why)}
+        update |= {"idle_hosts": plan.idle_hosts, "ranking": (other.ranking[0], *left[number + 1 :])}
+        return other.model_copy(update=update)
+    return None
 
 
 def without_compile(plan: RunPlan, *, inventory: Inventory, why: str) -> RunPlan:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.config.parallel import IN_SHARDS
+from training.config.parallel import IN_SHARDS, ParallelConfig
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster
 from training.planner.communication import check_communication, choose_groups
@@ -15,7 +16,7 @@ from training.planner.job import Job, Layout
 from training.planner.memory import GIB
 from training.planner.model_shape import flops_per_token
 from training.planner.precision import ChosenPrecision, Precision, fp8_refusal, with_whole_gradients
-from training.planner.pricing import PricedLayout, job_of, needed_memory
+from training.planner.pricing import MEMORY_SHARE, PricedLayout, job_of, needed_memory
 from training.planner.search import (
     Mesh,
     Ranking,
@@ -74,6 +75,7 @@ class ChosenLayout:
             "activation_checkpointing": self.config.train.activation_checkpointing,
             "mesh": self.mesh,
             "stages": self.layout.stages,
+            "stages_per_rank": self.layout.stages_per_rank,
             "sequence_parallel": self.layout.sequence_parallel,
             **_as_recorded(self.layout),
             "group_ranks": parallel.group_ranks,
@@ -115,7 +117,11 @@ def choose_layout(
     corrections = corrections_of(measurements, priced)
     ranking = rank_layouts(possible, shape, inventory, precision=common, corrections=corrections)
     if not ranking.fitting:
-        raise DoesNotFit(_does_not_fit(ranking, inventory)) if ranking.unfitting else ValueError(ranking.refused[0])
+        raise (
+            DoesNotFit(_does_not_fit(config, shape, ranking, inventory))
+            if ranking.unfitting
+            else ValueError(ranking.refused[0])
+        )
     best = ranking.fitting[0]
     layout, mesh = best.layout, Mesh(best.layout.strategy, best.layout.tp, best.layout.pp, best.layout.cp)
     check_communication(config, dp=layout.gradient_ranks, precision="fp16" if precision.scales_loss else common)
@@ -149,7 +155,8 @@ def choose_layout(
 def resolve(config: RunConfig, layout: Layout, *, group_ranks: int) -> RunConfig:
     """`config` with the values of the layout in place of every `auto` and 0 that it decides."""
     parallel: dict[str, Any] = {field: getattr(layout, field) for field in ("strategy", "tp", "pp", "cp", "offload")}
-    parallel |= {"group_ranks": group_ranks, "sequence_parallel": "on" if layout.sequence_parallel else "off"}
+    parallel |= {"group_ranks": group_ranks, "pp_stages_per_rank": layout.stages_per_rank}
+    parallel |= {"sequence_parallel": "on" if layout.sequence_parallel else "off"}
     train = {"activation_checkpointing": layout.recompute}
     return config.model_copy(
         update={
@@ -294,26 +301,62 @@ def _why_sequence_parallel(ranking: Ranking) -> str:
 
 
 def _misses(each: PricedLayout) -> str:
-    return (
-        f"{each.layout} needs {each.needed_gib:.1f} GiB per rank, {each.missing_gib:.1f} GiB more than the "
-        f"{each.usable_gib:.1f} usable"
-    )
+    return f"{each.layout} needs {_lack(each)}"
 
 
-def _does_not_fit(ranking: Ranking, inventory: Inventory) -> str:
-    """The error, with the bytes that are missing and the device that lacks them: unlike ones may be left out."""
+def _lack(each: PricedLayout) -> str:
+    """Return how much a rank needs, or its host, and how much more that is than is usable."""
+    needed, usable, where = each.needed_gib, each.usable_gib, "per rank"
+    if each.host_missing_gib > needed - usable:
+        needed, usable, where = each.host_gib, each.usable_host_gib, "of its host's memory"
+    return f"{needed:.1f} GiB {where}, {needed - usable:.1f} GiB more than the {usable:.1f} usable"
+
+
+def _does_not_fit(config: RunConfig, shape: ModelShape, ranking: Ranking, inventory: Inventory) -> str:
+    """Return the error: the layout that comes closest, what it lacks and where, and only cures that help."""
     least, devices = ranking.unfitting[0], [(host, device) for host in inventory.hosts for device in host.devices]
     host, smallest = min(devices, key=lambda found: found[1].memory_gib)
     largest_gib = max(device.memory_gib for _, device in devices)
-    parts = ", ".join(f"{part} {gib:.1f}" for part, gib in least.memory.items())
-    leave_out = f"leave {host.name} out (others have up to {largest_gib:.1f} GiB), "
-    return (
-        f"{least.layout.strategy}: the model does not fit on {smallest.name} of {host.name}: "
-        f"{least.needed_gib * GIB:,.0f} bytes = {least.needed_gib:.1f} GiB per rank at micro-batch "
-        f"{least.layout.micro_batch} ({parts}), {least.usable_gib:.1f} GiB usable, {least.missing_gib:.1f} GiB too "
-        f"few: {leave_out if largest_gib > smallest.memory_gib else ''}use a higher ZeRO stage "
-        "(parallel.strategy=zero3), more ranks, a smaller model, or a smaller train.micro_batch or train.context"
+    layout, cures = least.layout, _cures(config, shape, ranking, inventory)
+    lacks = []
+    if least.needed_gib > least.usable_gib:
+        parts = ", ".join(f"{part} {gib:.1f}" for part, gib in least.memory.items())
+        lacks.append(
+            f"on {smallest.name} of {host.name}: {least.needed_gib * GIB:,.0f} bytes = {least.needed_gib:.1f} GiB per "
+            f"rank at micro-batch {layout.micro_batch} ({parts}), {least.usable_gib:.1f} GiB usable, "
+            f"{least.needed_gib - least.usable_gib:.1f} GiB too few"
+        )
+        if largest_gib > smallest.memory_gib:
+            cures.insert(0, f"leave {host.name} out (others have up to {largest_gib:.1f} GiB)")
+    if least.host_missing_gib > 0:
+        host = min(inventory.hosts, key=lambda each: each.memory_gib)
+        lacks.append(
+            f"in the memory of {host.name}: with {layout.offload} offloaded {least.host_gib:.1f} GiB, "
+            f"{least.usable_host_gib:.1f} GiB usable ({MEMORY_SHARE:.0%} of {host.memory_gib:.1f}), "
+            f"{least.host_missing_gib:.1f} GiB too few"
+        )
+        cures.insert(0, f"use hosts with {math.ceil(least.host_gib / MEMORY_SHARE)} GiB of memory")
+    return f"{layout.strategy}: the model does not fit {'; nor '.join(lacks)}: {', '.join(cures)}, or a smaller model"
+
+
+def _cures(config: RunConfig, shape: ModelShape, ranking: Ranking, inventory: Inventory) -> list[str]:
+    """Return what would let the closest layout fit, of settings and of more devices."""
+    least, cures = ranking.unfitting[0], list[str]()
+    opened = config.model_copy(
+        update={
+            "parallel": ParallelConfig(precision=ranking.job.precision),
+            "train": config.train.model_copy(update={"micro_batch": 0, "activation_checkpointing": "auto"}),
+        }
     )
+    if best := next(iter(rank_layouts(opened, shape, inventory, precision=ranking.job.precision).fitting), None):
+        cures.append(f"leave the layout to the plan ({best.layout} fits)")
+    by_tokens = ("activations", "layer being recomputed", "logits", "gathered sequence", "fragmentation")
+    fixed_gib = sum(gib for part, gib in least.memory.items() if part not in by_tokens)
+    if least.needed_gib > least.usable_gib >= fixed_gib:
+        cures.append("lower train.context" + (" or train.micro_batch" if least.layout.micro_batch > 1 else ""))
+    if config.parallel.strategy in ("auto", *IN_SHARDS, "zero3"):
+        cures.append("use more devices")
+    return cures
 
 
 def table(ranking: Ranking) -> tuple[RankedLayout, ...]:
@@ -332,6 +375,11 @@ def _as_recorded(layout: Layout) -> dict[str, Any]:
     }
 
 
+def _too_few(each: PricedLayout) -> str:
+    on_host = each.host_missing_gib > each.needed_gib - each.usable_gib
+    return f"{each.missing_gib:.2f} GiB{' of host memory' * on_host} too few"
+
+
 def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
     layout, cluster = each.layout, each.cluster
     speed = tokens_per_s(ranking, each) if each.fits else None
@@ -343,6 +391,7 @@ def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
         dp=layout.dp,
         cp=layout.cp,
         stages=layout.stages,
+        stages_per_rank=layout.stages_per_rank,
         sequence_parallel=layout.sequence_parallel,
         **_as_recorded(layout),
         micro_batch=layout.micro_batch,
@@ -355,5 +404,5 @@ def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
         tokens_per_s=speed,
         matmul_share=speed * flops_per_token(ranking.job.shape) / peak if speed and cluster.is_measured else None,
         exposed_communication_s=exposed_s(each.seconds) if each.fits else None,
-        why_not="" if each.fits else f"{each.missing_gib:.2f} GiB too few",
+        why_not="" if each.fits else _too_few(each),
     )

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from training.planner.cluster import Ring, matmul_tflops
+from training.planner.job import Question
 from training.planner.precision import BY_SUPPORT
-from training.planner.question import Question
 from training.planner.search import TIED
 from training.records.inventory import Device, Host
 

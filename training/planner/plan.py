@@ -22,11 +22,11 @@ from training.planner.cluster import Ring
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hosts import best_hosts
 from training.planner.hypothetical_hosts import assumptions
+from training.planner.job import Question
 from training.planner.mixture import describe_packing, describe_sources, one_pass, plan_sources, warn_of_repeats
 from training.planner.model_shape import check_positions, model_shape, vocab_size
 from training.planner.precision import FP8_MULTIPLE, ChosenPrecision, own_precisions, resolved_precision
 from training.planner.pricing import predict, price_memory_copies, seconds_of
-from training.planner.question import Question
 from training.planner.replicas import BatchSplit, choose_replicas
 from training.planner.search import AS_FAST
 from training.records.correction import Measurement

@@ -53,13 +53,13 @@ class PricedLayout:
     usable_gib: float
     seconds: Mapping[str, float]
     correction: Correction = UNCORRECTED
-    host_missing_gib: float = 0.0  # what offloaded state misses in the hosts' memory
+    host_gib: float = 0.0  # of offloaded state in a host's memory
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Return the layout without its micro-batch and without how shards travel."""
         layout = self.layout
-        axes = (layout.tp, layout.pp, layout.cp, layout.sequence_parallel)
+        axes = (layout.tp, layout.pp, layout.cp, layout.stages_per_rank, layout.sequence_parallel)
         return (layout.strategy, *axes, layout.recompute, layout.offload)
 
     @property
@@ -75,7 +75,17 @@ class PricedLayout:
         return sum(self.seconds.values())
 
     @property
+    def usable_host_gib(self) -> float:
+        return MEMORY_SHARE * self.cluster.host_memory_gib
+
+    @property
+    def host_missing_gib(self) -> float:
+        """GiB that offloaded state lacks in the memory of hosts; at most 0 if it fits."""
+        return self.host_gib - self.usable_host_gib
+
+    @property
     def missing_gib(self) -> float:
+        """GiB that a device or a host lacks, whichever lacks more; at most 0 if the layout fits."""
         return max(self.needed_gib - self.usable_gib, self.host_missing_gib)
 
 
@@ -177,8 +187,8 @@ def price(
     config: RunConfig, job: Job, layout: Layout, cluster: Cluster, correction: Correction = UNCORRECTED
 ) -> PricedLayout:
     memory, usable = needed_memory(config, job, layout, cluster, correction), MEMORY_SHARE * cluster.memory_gib
-    host_missing = host_gib(config, job, layout, cluster) - MEMORY_SHARE * cluster.host_memory_gib
-    priced = PricedLayout(layout, cluster, memory, usable, {}, correction, max(0.0, host_missing))
+    on_host = host_gib(config, job, layout, cluster)
+    priced = PricedLayout(layout, cluster, memory, usable, {}, correction, on_host)
     if not priced.fits:
         return priced
     return replace(priced, seconds=correct_seconds(seconds_of(config, job, layout, cluster), correction))

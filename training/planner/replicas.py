@@ -310,7 +310,9 @@ def _is_possible(chosen: ChosenLayout, equal: Shares, accumulation: int) -> bool
     """Whether a step may have so many micro-batches; one that is asked for stays the mean of the shares."""
     if chosen.config.train.micro_batch and accumulation != equal.accumulation:
         return False
-    return accumulation_refusal(chosen.config, accumulation, pp=chosen.layout.pp, dp=chosen.layout.dp) is None
+    layout = chosen.layout
+    stages = layout.stages_per_rank
+    return accumulation_refusal(chosen.config, accumulation, pp=layout.pp, dp=layout.dp, stages=stages) is None
 
 
 def pinned_shares(

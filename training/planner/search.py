@@ -31,6 +31,8 @@ AS_FAST = 1.05  # fewer hosts, another precision or fewer bytes sent must be pre
 TIED = 1.005  # closer predictions are not told apart; wider ties cost time (docs/planning.md)
 TIGHT, CLOSE = 0.9, 1.02  # a layout that takes more than so much of what is usable needs to be so much faster
 MAX_STAGES = 64
+INTERLEAVED, STAGES_PER_RANK = ("ddp", "fsdp"), (2, 4, 8)  # that are tried by themselves
+LEAST_BUBBLE = 0.02  # of a step's micro-batches: where 1F1B idles less, interleaved stages save too little to be tried
 LEFT_OUT = (
     "zero3: not tried, since fsdp fits without offload and shards the same, with a third of the operations to launch, "
     "half of the bytes to gather in bf16, and compiled layers (set parallel.strategy=zero3 to use it anyway)"
@@ -60,6 +62,7 @@ class Mesh:
     tp: int
     pp: int
     cp: int = 1
+    stages_per_rank: int = 1
 
     @property
     def model_ranks(self) -> int:
@@ -122,7 +125,7 @@ def _rank_meshes(
     )
     priced += [] if is_left_out else priced_on(mesh for mesh in meshes if mesh.strategy in last_resort)
     fitting = [each for each in priced if each.fits]
-    unfitting = sorted((each for each in priced if not each.fits), key=lambda each: each.missing_gib)
+    unfitting = sorted((each for each in priced if not each.fits), key=lambda each: (each.missing_gib, each.needed_gib))
     refused = tuple(refusal for refusal in refusals.values() if refusal is not None)
     return Ranking(job, best_first(fitting), tuple(unfitting), refused, (LEFT_OUT,) if is_left_out else ())
 
@@ -168,6 +171,7 @@ def simplicity(layout: Layout) -> tuple[int, ...]:
         OFFLOAD.index(layout.offload),
         layout.cp,
         layout.pp,
+        layout.stages_per_rank,
         layout.tp,
         AUTOMATIC.index(layout.strategy) if layout.strategy in AUTOMATIC else 0,
         RECOMPUTE.index(layout.recompute),
@@ -194,7 +198,8 @@ def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory, *, cp: i
             for strategy in _strategies(config, num_ranks=max(num_devices, tp * pp * cp), num_hosts=len(slots)):
                 goes_with_cp = cp == 1 or strategy in WITH_CP
                 if (pinned or ((tp == 1 or strategy in WITH_TP) and (pp == 1 or strategy in WITH_PP))) and goes_with_cp:
-                    yield Mesh(strategy, tp, pp, cp)
+                    for stages_per_rank in _interleaved(config, shape, strategy, pp):
+                        yield Mesh(strategy, tp, pp, cp, stages_per_rank)
 
 
 def _strategies(config: RunConfig, *, num_ranks: int, num_hosts: int) -> tuple[StrategyName, ...]:
@@ -231,6 +236,15 @@ def _pipeline_sizes(shape: ModelShape, num_groups: int) -> list[int]:
     return [pp for pp in range(1, most + 1) if num_groups % pp == 0]
 
 
+def _interleaved(config: RunConfig, shape: ModelShape, strategy: StrategyName, pp: int) -> Iterator[int]:
+    """Yield the numbers of stages on each rank: where they are left open, those that give no rank more layers."""
+    asked = config.parallel.pp_stages_per_rank
+    yield asked or 1
+    if asked or config.parallel.pp or pp == 1 or strategy not in INTERLEAVED or config.train.optimizer == "muon":
+        return
+    yield from (n for n in STAGES_PER_RANK if -(-shape.layers // (pp * n)) * n == -(-shape.layers // pp))
+
+
 def _layouts(config: RunConfig, shape: ModelShape, cluster: Cluster, mesh: Mesh) -> Iterator[Layout]:
     """The layouts on a possible mesh: by micro-batch, recomputation and offload."""
     sizes = cluster.host_sizes
@@ -240,7 +254,9 @@ def _layouts(config: RunConfig, shape: ModelShape, cluster: Cluster, mesh: Mesh)
         return  # its groups are hosts, which must be equal
     dp = cluster.num_ranks // mesh.model_ranks
     split = sequence_choices(config, shape, tp=mesh.tp, cp=mesh.cp, kind=cluster.kind)
-    for micro_batch, accumulation in _micro_batches(config, dp=dp, pp=mesh.pp):
+    for micro_batch, accumulation in _micro_batches(config, dp=dp, mesh=mesh):
+        if config.parallel.pp_stages_per_rank < mesh.stages_per_rank > 1 and mesh.pp - 1 < LEAST_BUBBLE * accumulation:
+            continue
         for (recompute, offload), is_split in itertools.product(_savings(config, mesh, cluster.kind), split):
             keeps = _kept_for_speed(config, mesh, offload=offload, accumulation=accumulation)
             yield from (
@@ -253,7 +269,7 @@ def _layouts(config: RunConfig, shape: ModelShape, cluster: Cluster, mesh: Mesh)
                     accumulation,
                     recompute=recompute,
                     offload=offload,
-                    stages_per_rank=config.parallel.pp_stages_per_rank,
+                    stages_per_rank=mesh.stages_per_rank,
                     sequence_parallel=is_split,
                     cp=mesh.cp,
                     keeps_weights=keeps_weights,
@@ -273,12 +289,13 @@ def sequence_choices(config: RunConfig, shape: ModelShape, *, tp: int, cp: int =
     return (True,) if asked == "on" or kind == "cuda" else (False, True)
 
 
-def _micro_batches(config: RunConfig, *, dp: int, pp: int) -> Iterator[tuple[int, int]]:
+def _micro_batches(config: RunConfig, *, dp: int, mesh: Mesh) -> Iterator[tuple[int, int]]:
     """Micro-batch sizes, and how many micro-batches of each a replica makes in a step; largest size first."""
     sequences = config.train.global_batch // dp
     for size in _micro_batch_sizes(config, sequences):
-        if sequences % size == 0 and accumulation_refusal(config, sequences // size, pp=pp, dp=dp) is None:
-            yield size, sequences // size
+        accumulation, stages = sequences // size, mesh.stages_per_rank
+        if sequences % size == 0 and not accumulation_refusal(config, accumulation, pp=mesh.pp, dp=dp, stages=stages):
+            yield size, accumulation
 
 
 def _micro_batch_sizes(config: RunConfig, sequences: int) -> list[int]:
@@ -398,7 +415,7 @@ def _ranks_refusal(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str |
 
 def _division_refusal(config: RunConfig, shape: ModelShape, mesh: Mesh) -> str | None:
     """The model's matrices and layers, which tensor and pipeline parallelism divide."""
-    tp, stages = mesh.tp, mesh.pp * config.parallel.pp_stages_per_rank
+    tp, stages = mesh.tp, mesh.pp * mesh.stages_per_rank
     asked: dict[Ability, int] = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp}
     for axis, ranks in asked.items():
         if ranks > 1 and (why := why_not(shape, axis)):
@@ -445,13 +462,13 @@ def _batch_refusal(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str |
             f"are not a multiple of train.micro_batch = {asked}: change one of them, or set train.micro_batch=0"
         )
     refusals = [
-        accumulation_refusal(config, sequences // size, pp=mesh.pp, dp=dp)
+        accumulation_refusal(config, sequences // size, pp=mesh.pp, dp=dp, stages=mesh.stages_per_rank)
         for size in _micro_batch_sizes(config, sequences)
     ]
     return None if None in refusals else refusals[0]
 
 
-def accumulation_refusal(config: RunConfig, accumulation: int, *, pp: int, dp: int) -> str | None:
+def accumulation_refusal(config: RunConfig, accumulation: int, *, pp: int, dp: int, stages: int = 1) -> str | None:
     """The number of micro-batches that each replica makes in a step.
 
     1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many. DDP's static
@@ -462,7 +479,7 @@ def accumulation_refusal(config: RunConfig, accumulation: int, *, pp: int, dp: i
             f"parallel.static_graph with {accumulation} accumulated micro-batches is more than DDP can: set "
             f"train.micro_batch={config.train.global_batch // dp} or parallel.static_graph=false"
         )
-    interleaved = config.parallel.pp_stages_per_rank > 1
+    interleaved = stages > 1
     if accumulation < pp or (interleaved and accumulation % pp):
         need = f"a multiple of {pp}" if interleaved else f"at least {pp}"
         return (
