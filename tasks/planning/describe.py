@@ -37,10 +37,10 @@ def _describe_layout(layout: RankedLayout) -> str:
 def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
     """The plan as pairs of a label and a value."""
     shape, predicted = plan.shape, plan.predicted
-    memory, step_s = sum(predicted.memory_gib.values()), sum(predicted.step_s.values())
-    parts = ", ".join(f"{part} {gib:.2f}" for part, gib in predicted.memory_gib.items())
+    step_s = sum(predicted.step_s.values())
     shares = ", ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in predicted.step_s.items())
-    used = describe_utilisation(mfu=predicted.mfu, matmul_share=predicted.matmul_share)
+    rate = "measured matmul rate" if plan.priced else "matmul rate that others measured on such devices"
+    used = describe_utilisation(mfu=predicted.mfu, matmul_share=predicted.matmul_share, rate=rate)
     layout, devices = _describe_sizes(plan.ranks_per_host), device_noun(plan.device_kind, plan.world_size)
     layers, sequences = counted(shape.layers, "layer"), counted(plan.config.train.global_batch, "sequence")
     return [
@@ -50,7 +50,7 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
         ("strategy", f"{plan.strategy} on {layout} {devices}, {plan.describe_precision}"),
         ("global batch", f"{sequences} = {plan.batch_tokens:,} tokens: {_micro_batches(plan)}"),
         ("steps", f"{counted(plan.steps, 'step')}, {plan.tokens:,} tokens"),
-        ("memory per rank", f"{memory:.2f} GiB predicted ({parts})"),
+        ("memory per rank", _describe_memory(plan)),
         ("compute", f"{predicted.flops_per_token / 1e6:,.1f} MFLOP per token (6N + 12LHQT)"),
         (
             "speed",
@@ -62,6 +62,19 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
         ("checkpoint", f"{predicted.checkpoint_gib:.2f} GiB each, {plan.config.checkpoint.keep_last} kept"),
         *(_labelled(reason) for reason in plan.reasons),
     ]
+
+
+def _describe_memory(plan: RunPlan) -> str:
+    """Return the memory of the fullest rank, by part; before it that of each kind of device, where they are unlike."""
+    memory = plan.predicted.memory_gib
+    parts = ", ".join(f"{part} {gib:.2f}" for part, gib in memory.items())
+    fullest = f"{sum(memory.values()):.2f} GiB predicted ({parts})"
+    by_device = [
+        f"{share.memory_gib:.2f} of {share.usable_gib:.2f} GiB on {share.ranks} x {share.device} ({share.precision}, "
+        f"micro-batch {share.micro_batch})"
+        for share in plan.by_device
+    ]
+    return f"{', '.join(by_device)}; the largest: {fullest}" if by_device else fullest
 
 
 def _describe_parameters(plan: RunPlan) -> str:

@@ -101,11 +101,12 @@ def write_plan(
         plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
     else:
         _check_same_tokens(kept, shards)
+        used = without_idle(kept, inventory)
         here = {
             "shards_dir": str(shards_dir),
             "mlflow_run_id": run.mlflow_run_id,
             "local_copies": local_copies(kept.config),
-            "priced": kept.priced if kept.priced and kept.priced.machine == machine_of(inventory) else None,
+            "priced": kept.priced if kept.priced and kept.priced.machine == machine_of(used) else None,
         }
         if any(getattr(kept, field) != value for field, value in here.items()):  # another machine, or new rates
             kept = kept.model_copy(update=here)

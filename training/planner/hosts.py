@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from training.planner.cluster import Ring, matmul_tflops
+from training.planner.chosen_layout import DoesNotFit
+from training.planner.cluster import ALIKE, Ring, matmul_tflops
 from training.planner.job import Question
 from training.planner.precision import BY_SUPPORT
 from training.planner.search import TIED
 from training.records.inventory import Device, Host
 
-ALIKE = 1.15  # devices of one name whose rates or memory differ by less are alike: by chance, equal ones do by 10%
 MAX_NAMED = 4  # idle hosts
 KINDS_COMBINED = 4  # of more kinds of hosts only all, each alone, and all but the slowest ones are tried
 
@@ -29,6 +29,11 @@ class Planned(Protocol):
     def step_s(self) -> float: ...
     @property
     def tokens_per_s(self) -> float: ...
+    @property
+    def spare(self) -> float:
+        """The share of a rank's usable memory that is left, where least is."""
+        ...
+
     @property
     def network(self) -> Ring: ...
     @property
@@ -46,6 +51,7 @@ def best_hosts(question: Question, plan: Callable[[Question], Plan]) -> tuple[Pl
     refusal: ValueError | None = None
     found: list[Plan] = []
     is_possible = True
+    question = _where_ranks_are(question)
     everything = question.inventory.hosts
     for hosts in [everything, *_sets_of_hosts(question)]:
         if found and _least_s(question, hosts) >= min(each.step_s for each in found):
@@ -54,21 +60,29 @@ def best_hosts(question: Question, plan: Callable[[Question], Plan]) -> tuple[Pl
             found.append(plan(question.on(hosts)))
         except ValueError as error:
             refusal = refusal or error
-            if hosts is everything and not _may_choose(question):
-                raise
+            if hosts is everything and not (_may_choose(question) and isinstance(error, DoesNotFit)):
+                raise  # a config that cannot be
             is_possible = is_possible and hosts is not everything
     if not found:
         assert refusal is not None
         raise refusal
     fastest = min(found, key=lambda each: each.step_s)
     of_all = found[0] if is_possible else None
-    if of_all is not None and of_all.step_s <= TIED * fastest.step_s:
-        fastest = of_all
+    tied = [each for each in found if each.step_s <= TIED * fastest.step_s]
+    fastest = max(tied, key=lambda each: round(each.spare, 1))
     taken = fastest if of_all is None or _may_choose(question) else of_all
     why = _why(question, found, taken, fastest, of_all, refusal)
     if fastest is not of_all and _are_alike(everything):
         why += _less_sent(question, plan, fastest)
     return taken, why
+
+
+def _where_ranks_are(question: Question) -> Question:
+    """Return the question on the first hosts that have parallel.ranks devices; on all, if it is 0 or there are less."""
+    ranks, hosts = question.config.parallel.ranks, question.inventory.hosts
+    reached = itertools.accumulate(len(host.devices) for host in hosts)
+    enough = next((number for number, devices in enumerate(reached, 1) if devices >= ranks), len(hosts))
+    return question.on(hosts[:enough]) if ranks > 0 and enough < len(hosts) else question
 
 
 def _may_choose(question: Question) -> bool:

@@ -106,8 +106,8 @@ def _network_gb_per_s(text: str) -> float:
     match = NETWORK.fullmatch(text.strip())
     if match is None:
         raise ValueError(
-            f"--hosts: {text!r} is no network and no memory: write what a host has, such as 400Gb, 8x400Gb or 100Mb, "
-            "and 64GiB or 2TiB of memory"
+            f"--hosts: {text!r} is no network: write what a host has, such as 400Gb, 8x400Gb or 100Mb; and memory, if "
+            "you give it, as 64GiB or 2TiB"
         )
     adapters, number, prefix, unit = match.groups()
     gbit = int(adapters or 1) * float(number) * {"M": 1e-3, "G": 1.0, "T": 1e3}[prefix.upper()]

@@ -17,7 +17,7 @@ from training.config.run import RunConfig
 from training.config.size_rule import describe as describe_size
 from training.config.train import TrainConfig, check_schedule, warn_of_warmup
 from training.facts.families import why_not
-from training.planner.chosen_layout import ChosenLayout
+from training.planner.chosen_layout import ChosenLayout, choose_layout
 from training.planner.cluster import Ring
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hosts import best_hosts
@@ -27,8 +27,7 @@ from training.planner.mixture import describe_packing, describe_sources, one_pas
 from training.planner.model_shape import check_positions, model_shape, vocab_size
 from training.planner.precision import FP8_MULTIPLE, ChosenPrecision, own_precisions, resolved_precision
 from training.planner.pricing import predict, price_memory_copies, seconds_of
-from training.planner.replicas import BatchSplit, choose_replicas
-from training.planner.search import AS_FAST
+from training.planner.search import TIED
 from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory
 from training.records.plan import ModelShape, Prediction, RunPlan
@@ -74,10 +73,10 @@ def make_plan(
     why_positions = check_positions(config, hf_config or {}, end_id=end_id)
     question = Question(config, shape, inventory, measurements)
     choice, why_hosts = _choose_compile(question, epoch, steps_in_time=steps_in_time)
-    chosen, split, used = choice.chosen, choice.split, choice.question.inventory
-    _check_choice(config, shape, used.device_kind, chosen, split)
+    chosen, split, used = choice.chosen, choice.chosen.split, choice.question.inventory
+    _check_choice(config, shape, used.device_kind, chosen)
     _check_cross_attention(config, chosen, hf_config or {})
-    run = _run_length(config, epoch, step_s=split.step_s, steps_in_time=steps_in_time)
+    run = _run_length(config, epoch, step_s=choice.step_s, steps_in_time=steps_in_time)
     compiled = chosen.config.train.compile is True
     text, why_text = _text(config, epoch, steps=run.steps, sequences=run.sequences)
     assumed = _assumptions(config, shards, used, steps=run.steps, compiled=compiled)
@@ -86,7 +85,7 @@ def make_plan(
     reasons = [why_steps, *describe_size(config), *assumed, *why_fp8, *why_positions, *why_losses, *why_text]
     hosts = choice.hosts
     names = dict.fromkeys(host.name for host in hosts)
-    predicted = _predicted(chosen, split, used, num_steps=run.steps)
+    predicted = _predicted(chosen, used, num_steps=run.steps)
     _check_disk(config, predicted.checkpoint_gib, run.steps, hosts[0])
     threads = min(max(1, host.cores // n) for host, n in zip(hosts, chosen.cluster.ranks_per_host, strict=True))
     if config.checkpoint.memory_every_steps:
@@ -112,7 +111,6 @@ def make_plan(
         shape=shape,
         device_kind=used.device_kind,
         **chosen.plan_fields(),
-        **split.plan_fields(),
         **run.plan_fields(),
         **text,
         precision_by_device=dict(chosen.precision.own) if len({*split.precisions}) > 1 else {},
@@ -121,7 +119,7 @@ def make_plan(
         threads_per_rank=threads,
         compiled=compiled,
         predicted=predicted,
-        reasons=(*reasons, *chosen.reasons, *choice.why, *split.reasons, *why_hosts),
+        reasons=(*reasons, *chosen.reasons, *choice.why, *why_hosts),
     )
 
 
@@ -185,21 +183,24 @@ def _text(
 
 @dataclass(frozen=True)
 class Choice:
-    """The layout and the shares on some hosts; `why`: sentences on the precision of unlike devices."""
+    """The layout on some hosts; `why`: sentences on the precision of unlike devices."""
 
     question: Question
     chosen: ChosenLayout
-    split: BatchSplit
-    why: tuple[str, ...]
+    why: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
-        return self.split.step_s
+        return self.chosen.best.step_s
 
     @property
     def tokens_per_s(self) -> float:
         train = self.question.config.train
         return train.global_batch * train.context / self.step_s
+
+    @property
+    def spare(self) -> float:
+        return 1 - self.chosen.best.needed_gib / self.chosen.best.usable_gib
 
     @property
     def network(self) -> Ring:
@@ -287,10 +288,7 @@ def _choose(question: Question) -> Choice:
     config, inventory = question.config, question.inventory
 
     def choose(precision: ChosenPrecision) -> Choice:
-        chosen, split = choose_replicas(
-            config, question.shape, inventory, precision, measurements=question.measurements
-        )
-        return Choice(question, chosen, split, ())
+        return Choice(question, choose_layout(question, precision))
 
     asked = resolved_precision(config, inventory)
     choice = choose(asked)
@@ -302,7 +300,7 @@ def _choose(question: Question) -> Choice:
     except ValueError as error:
         return replace(choice, why=(f"precision {other} is not possible here: {error}",))
     as_long = in_other.step_s / choice.step_s
-    if not asked.is_mixed and AS_FAST * as_long < 1:
+    if not asked.is_mixed and TIED * as_long < 1:
         why = f"precision: with {asked} on all devices a step would take {1 / as_long:.2f}x as long"
         return replace(in_other, why=(why,))
     why = f"precision: with {other}{' on all devices' * asked.is_mixed} a step would take {as_long:.2f}x as long"
@@ -311,25 +309,20 @@ def _choose(question: Question) -> Choice:
     return replace(choice, why=(why,))
 
 
-def _predicted(chosen: ChosenLayout, split: BatchSplit, inventory: Inventory, *, num_steps: int) -> Prediction:
+def _predicted(chosen: ChosenLayout, inventory: Inventory, *, num_steps: int) -> Prediction:
     per_host = zip(inventory.hosts, chosen.cluster.ranks_per_host, strict=False)
     devices = [device for host, ranks in per_host for device in host.devices[:ranks]]
-    micro_batch, precision = max(split.micro_batches), split.precisions[0]
-    if chosen.precision.is_mixed:
-        unlike = {*zip(split.micro_batches, split.precisions, strict=True)}
-        micro_batch, precision = max(unlike, key=lambda each: chosen.memory_gib(*each))
     return predict(
         chosen.config,
-        chosen.job_in(precision),
+        chosen.job,
         chosen.layout,
         chosen.cluster,
         num_steps=num_steps,
-        largest_micro_batch=micro_batch,
-        seconds=split.seconds,
-        peak_tflops=split.peak_tflops,
+        seconds=chosen.best.seconds,
+        peak_tflops=chosen.best.mean_tflops,
         datasheet_tflops=mean_datasheet_tflops([(each.name, chosen.precision.of(each)) for each in devices]),
         correction=chosen.best.correction,
-        memory=chosen.best.memory if chosen.layout.stages else None,
+        memory=chosen.memory,
     )
 
 
@@ -421,13 +414,11 @@ def _check_packing(config: RunConfig, shape: ModelShape) -> None:
         )
 
 
-def _check_choice(
-    config: RunConfig, shape: ModelShape, device_kind: str, chosen: ChosenLayout, split: BatchSplit
-) -> None:
+def _check_choice(config: RunConfig, shape: ModelShape, device_kind: str, chosen: ChosenLayout) -> None:
     """Raise ValueError for fields that do not work with the chosen layout and precisions."""
-    tp = chosen.mesh["tp"]
-    _check_residual(config, shape, split.precisions)
-    _check_fp8_by(config, shape, device_kind, split.precisions, tp=tp)
+    tp, precisions = chosen.mesh["tp"], chosen.split.precisions
+    _check_residual(config, shape, precisions)
+    _check_fp8_by(config, shape, device_kind, precisions, tp=tp)
     _check_async_tp(config, device_kind, tp=tp, split=chosen.layout.sequence_parallel)
 
 

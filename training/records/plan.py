@@ -7,6 +7,7 @@ Launching needs the same of both: where their ranks are, the command that each o
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -187,6 +188,17 @@ class RankedLayout(Record):
         return fields | {"reshard_after_forward": reshard, "reduce_gradients": self.reduce_gradients}
 
 
+class DeviceShare(Record):
+    """What a kind of device has in a plan for unlike ones: its ranks, and its fullest rank's micro-batch and memory."""
+
+    device: str
+    ranks: int
+    precision: Precision
+    micro_batch: int
+    memory_gib: float
+    usable_gib: float
+
+
 class Place(NamedTuple):
     """A rank's place: its data-parallel replica, its pipeline stage, its parts of matrices and of each sequence."""
 
@@ -212,6 +224,7 @@ def places_of(mesh: Mapping[str, int], stages: Stages) -> list[Place]:
     return [Place(replica, stage, t, c) for stage in pp for replica in dp for c in cp for t in tp]
 
 
+@functools.lru_cache(maxsize=10_000)
 def even_stages(layers: int, stages: int) -> tuple[int, ...]:
     """So many stages of as equal numbers of layers as there can be."""
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
@@ -357,6 +370,7 @@ class RunPlan(RankPlan):
     `precision_by_device`: the precisions of devices by their names, where they differ.
     `largest_micro_batches`: how far rebalancing may raise each micro-batch. `largest_stages`: to how many layers it may
     lengthen each of `stages`; empty where there are none, and in plans made before layers moved.
+    `by_device`: what each kind of device has, where they are unlike.
     `ranking`: the possible layouts, the chosen one first; at the end some that do not fit.
     `steps_in_time`: how many of them train.target_minutes has time for, as the run's first plan predicted; 0: no limit.
     `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
@@ -371,6 +385,7 @@ class RunPlan(RankPlan):
     precision_by_device: dict[str, Precision] = Field(default_factory=dict)
     largest_micro_batches: tuple[int, ...]
     largest_stages: Stages = ()
+    by_device: tuple[DeviceShare, ...] = ()
     steps: int
     steps_in_time: int = 0
     sequences: int

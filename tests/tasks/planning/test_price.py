@@ -57,7 +57,9 @@ def test_the_price_of_an_hour_is_that_of_the_devices_in_use() -> None:
 
 
 def test_a_device_without_a_price_makes_the_cost_unknown_and_is_named() -> None:
-    config = tiny_config(prices__per_device_hour={"H100": 2.5}, train__global_batch=12, train__micro_batch=0)
+    config = tiny_config(
+        prices__per_device_hour={"H100": 2.5}, train__global_batch=12, train__micro_batch=0, parallel__strategy="ddp"
+    )
     plan = plan_run(config, inventory=two_kinds())
     assert (plan.price_per_hour, plan.cost) == (None, None)
     assert plan.reasons[-1] == "cost unknown: prices.per_device_hour has no price for A100-80GB-SXM (cuda)"

@@ -308,7 +308,7 @@ def test_the_arithmetic_adds_up() -> None:
 def test_interleaved_stages_are_tried_where_a_pipeline_would_idle() -> None:
     """405B on 1,024 H100, with 1,024 sequences a step; what was chosen can be pinned, and so can one stage a rank."""
     model = {**LLAMA_70B, "layers": 126, "width": 16384, "heads": 128, "mlp_width": 53248}
-    how: dict[str, Any] = {"machines": "128x8xH100-80GB-SXM,8x400Gb", "context": 8192, "batch": 512}
+    how: dict[str, Any] = {"machines": "128x8xH100-80GB-SXM,8x400Gb", "batch": 1024}
     plan = planned(model, **how)
     assert plan.mesh["pp"] * plan.stages_per_rank > plan.mesh["pp"] > 1
     assert len(plan.replica_layers(0)) == plan.mesh["pp"] * plan.stages_per_rank
