@@ -318,7 +318,7 @@ def test_interleaved_stages_are_tried_where_a_pipeline_would_idle() -> None:
     assert plain.stages_per_rank == 1
     assert plain.predicted.step_ms > plan.predicted.step_ms
     earlier = plan.model_dump(mode="json", exclude={"stages_per_rank"})
-    earlier["config"]["parallel"]["pp_stages_per_rank"] = 2
+    earlier["config"]["parallel"] |= {"pp": 16, "pp_stages_per_rank": 2}
     assert RunPlan.model_validate_json(json.dumps(earlier)).stages_per_rank == 2
 
 
