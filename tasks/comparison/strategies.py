@@ -33,7 +33,7 @@ OTHER_TERMS = {"compile": "train.compile=true"}
 # Fields of `parallel` that a strategy written in terms resets, unless a term sets them: the config's values suit
 # another strategy.
 DEFAULTS = (
-    *("tp=0", "pp=0", "pp_stages_per_rank=1", "offload=auto", "compression=none"),
+    *("tp=0", "pp=0", "pp_stages_per_rank=0", "offload=auto", "compression=none"),
     *("reshard_after_forward=auto", "reduce_gradients=auto"),
 )
 SHARED_FIELDS = (

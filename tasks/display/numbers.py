@@ -27,7 +27,7 @@ def format_money(amount: float, currency: str) -> str:
     return f"{amount:,.2f} {currency}" if amount >= 0.1 or not amount else f"{amount:.2g} {currency}"
 
 
-def describe_utilisation(*, mfu: float | None, matmul_share: float | None) -> str:
+def describe_utilisation(*, mfu: float | None, matmul_share: float | None, rate: str = "measured matmul rate") -> str:
     """Return the words that follow a speed, such as ", 41.0% MFU"; empty if no utilisation is known."""
-    shares = ((mfu, "MFU"), (matmul_share, "of the measured matmul rate"))
+    shares = ((mfu, "MFU"), (matmul_share, f"of the {rate}"))
     return "".join(f", {share:.1%} {words}" for share, words in shares if share is not None)

@@ -1,7 +1,8 @@
 """Confirms the plan's micro-batch before training: a short trial launch shows whether it fits in memory.
 
 The ranks of a trial make a few steps (training/trainer/trial.py). If one runs out of memory its process ends, the
-others are ended with it, and the next smaller micro-batch is tried. All ranks get the same plan, so they agree.
+others are ended with it, and the next smaller micro-batch is tried; after the smallest one, the next layout of the
+plan's ranking that needs less memory. All ranks get the same plan, so they agree.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ MAYBE_COMPILING: tuple[Cause, ...] = ("error", "bad config", "timeout", "network
 
 
 def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPlan:
-    """Return the plan, or one with smaller micro-batches, that fitted in a trial.
+    """Return the plan, or one with smaller micro-batches or in another layout, that fitted in a trial.
 
     Its layers are not compiled where the plan had chosen to compile them, and the trial failed with that but not
     without. It is recorded in plan.json, trial.json and MLflow. Skipped where the config wants none, or this plan was
-    confirmed before. Raises RunFailed if not even the smallest micro-batch fits, or if a trial fails otherwise.
+    confirmed before. Raises RunFailed if no layout of the ranking fits, or if a trial fails otherwise.
     """
     earlier = read_trials(run.folder)
     wanted = wants_trial(plan.config, plan.device_kind, compiled=plan.compiled)
@@ -56,7 +57,7 @@ def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPla
         trials.append(trial)
         logger.info("%s", trial)
         if trial.measured is None:
-            plan = planning.with_micro_batches(plan, _smaller(plan, trial), inventory=_hosts_of(plan, inventory))
+            plan = _needing_less(plan, trial, inventory=_hosts_of(plan, inventory))
             plan.write(run.folder / "plan.json")
     plan = plan.model_copy(update={"reasons": (*plan.reasons, *map(str, trials))})
     plan.write(run.folder / "plan.json")
@@ -78,16 +79,21 @@ def _hosts_of(plan: RunPlan, inventory: Inventory) -> Inventory:
     return Inventory(hosts=tuple(host for host in inventory.hosts if host.name in plan.hosts) or inventory.hosts)
 
 
-def _smaller(plan: RunPlan, trial: Trial) -> tuple[int, ...]:
-    less = smaller_micro_batches(plan)
-    if less is None:
-        raise RunFailed(
-            f"{trial}; there is no smaller one: spread the model over the ranks (parallel.strategy=fsdp or zero3, or "
-            "more ranks), keep fewer activations (train.activation_checkpointing=full), or lower train.context",
-            cause="out of memory",
-            detail=trial.detail,
-        )
-    return less
+def _needing_less(plan: RunPlan, trial: Trial, *, inventory: Inventory) -> RunPlan:
+    """Return the plan with smaller micro-batches or, if there are none, in the next layout that needs less memory."""
+    if (sizes := smaller_micro_batches(plan)) is not None:
+        return planning.with_micro_batches(plan, sizes, inventory=inventory)
+    why = f"layout: chosen by trial, because {plan.strategy} ran out of memory at its smallest micro-batch"
+    if (other := planning.next_layout(plan, inventory=inventory, why=why)) is not None:
+        logger.warning("trial: the next layout of the plan's ranking is tried: %s", other.strategy)
+        return other
+    raise RunFailed(
+        f"{trial}; there is no smaller one, and no other layout of the plan's ranking needs less memory: use more "
+        "devices, keep fewer activations (train.activation_checkpointing=full), lower train.context, or leave "
+        "parallel.strategy to the plan",
+        cause="out of memory",
+        detail=trial.detail,
+    )
 
 
 def smaller_micro_batches(plan: RunPlan) -> tuple[int, ...] | None:

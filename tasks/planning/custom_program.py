@@ -106,7 +106,7 @@ def plan_custom_program(
     """
     layout = ranks_by_host(config, inventory)
     cores = {host.name: host.cores for host in inventory.hosts}
-    price, why = price_per_hour(config.prices, inventory, tuple(layout.values()))
+    price, why = price_per_hour(config.prices, inventory, layout)
     if why:
         logger.warning(why)
     plan = CustomProgramPlan(

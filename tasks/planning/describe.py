@@ -21,6 +21,7 @@ def _describe_layout(layout: RankedLayout) -> str:
         for axis, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp), ("dp", layout.dp))
         if size > 1
     ) + describe_stages(layout.stages)
+    sizes += f", {layout.stages_per_rank} stages a rank" if layout.stages_per_rank > 1 else ""
     sizes += ", sequence parallel" if layout.sequence_parallel else ""
     if layout.pp == 1:
         sizes += "" if layout.reshard_after_forward else ", weights kept gathered"
@@ -36,10 +37,10 @@ def _describe_layout(layout: RankedLayout) -> str:
 def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
     """The plan as pairs of a label and a value."""
     shape, predicted = plan.shape, plan.predicted
-    memory, step_s = sum(predicted.memory_gib.values()), sum(predicted.step_s.values())
-    parts = ", ".join(f"{part} {gib:.2f}" for part, gib in predicted.memory_gib.items())
+    step_s = sum(predicted.step_s.values())
     shares = ", ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in predicted.step_s.items())
-    used = describe_utilisation(mfu=predicted.mfu, matmul_share=predicted.matmul_share)
+    rate = "measured matmul rate" if plan.priced else "matmul rate that others measured on such devices"
+    used = describe_utilisation(mfu=predicted.mfu, matmul_share=predicted.matmul_share, rate=rate)
     layout, devices = _describe_sizes(plan.ranks_per_host), device_noun(plan.device_kind, plan.world_size)
     layers, sequences = counted(shape.layers, "layer"), counted(plan.config.train.global_batch, "sequence")
     return [
@@ -49,7 +50,7 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
         ("strategy", f"{plan.strategy} on {layout} {devices}, {plan.describe_precision}"),
         ("global batch", f"{sequences} = {plan.batch_tokens:,} tokens: {_micro_batches(plan)}"),
         ("steps", f"{counted(plan.steps, 'step')}, {plan.tokens:,} tokens"),
-        ("memory per rank", f"{memory:.2f} GiB predicted ({parts})"),
+        ("memory per rank", _describe_memory(plan)),
         ("compute", f"{predicted.flops_per_token / 1e6:,.1f} MFLOP per token (6N + 12LHQT)"),
         (
             "speed",
@@ -63,12 +64,25 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
     ]
 
 
+def _describe_memory(plan: RunPlan) -> str:
+    """Return the memory of the fullest rank, by part; before it that of each kind of device, where they are unlike."""
+    memory = plan.predicted.memory_gib
+    parts = ", ".join(f"{part} {gib:.2f}" for part, gib in memory.items())
+    fullest = f"{sum(memory.values()):.2f} GiB predicted ({parts})"
+    by_device = [
+        f"{share.memory_gib:.2f} of {share.usable_gib:.2f} GiB on {share.ranks} x {share.device} ({share.precision}, "
+        f"micro-batch {share.micro_batch})"
+        for share in plan.by_device
+    ]
+    return f"{', '.join(by_device)}; the largest: {fullest}" if by_device else fullest
+
+
 def _describe_parameters(plan: RunPlan) -> str:
     """`a token uses 3,353,032,704; counted on meta with transformers 5.24.0; each rank has 15,272,459,264`."""
     shape, sizes, tp, pp = plan.shape, plan.shape.sizes, plan.mesh["tp"], plan.mesh["pp"]
     words = [f"a token uses {'all' if sizes.used == sizes.parameters else f'{sizes.used:,}'}", sizes.counted]
     if pp * tp > 1 and not plan.stages:
-        numbers = even_stages(shape.layers, pp * plan.config.parallel.pp_stages_per_rank)
+        numbers = even_stages(shape.layers, pp * plan.stages_per_rank)
         job = job_of(plan.config, shape, plan.precision)
         own = [f"{job.of_rank(numbers, range(stage, len(numbers), pp), tp=tp):,.0f}" for stage in range(pp)]
         words.append(f"a rank {'of each stage ' * (pp > 1)}has {', '.join(own)}")

@@ -37,6 +37,7 @@ LAYOUT_FIELDS = {
     "tp",
     "pp",
     "cp",
+    "pp_stages_per_rank",
     "stages",
     "sequence_parallel",
     "offload",
@@ -73,7 +74,7 @@ def plan_run(
         measurements=read_measurements(inventory),
         steps_in_time=steps_in_time,
     )
-    price, why = price_per_hour(config.prices, inventory, plan.ranks_per_host)
+    price, why = price_per_hour(config.prices, inventory, _layout(plan))
     about_text = [shards.text_line(), *shards.ledger_lines()] if shards else describe_estimates(plan, text)
     priced = {"price_per_hour": price, "reasons": (*plan.reasons, *about_text, *([why] if why else []))}
     return plan.model_copy(update={"local_copies": local_copies(config)} | priced)
@@ -100,11 +101,12 @@ def write_plan(
         plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
     else:
         _check_same_tokens(kept, shards)
+        used = without_idle(kept, inventory)
         here = {
             "shards_dir": str(shards_dir),
             "mlflow_run_id": run.mlflow_run_id,
             "local_copies": local_copies(kept.config),
-            "priced": kept.priced if kept.priced and kept.priced.machine == machine_of(inventory) else None,
+            "priced": kept.priced if kept.priced and kept.priced.machine == machine_of(used) else None,
         }
         if any(getattr(kept, field) != value for field, value in here.items()):  # another machine, or new rates
             kept = kept.model_copy(update=here)
@@ -153,10 +155,13 @@ def _replanned(
     exact, fields = all(change.effect == "exact" for change in changed), {change.field for change in changed}
     pinned = config.model_dump(mode="json")
 
+    chooses_again = any(field.startswith("parallel.") or field.partition(".")[2] in LAYOUT_FIELDS for field in fields)
+    used = inventory if chooses_again and not exact else without_idle(kept, inventory)
+
     def planned(content: dict[str, Any]) -> RunPlan:
         return plan_run(
             RunConfig.model_validate(content),
-            inventory=inventory,
+            inventory=used,
             run_id=kept.run_id,
             shards=shards,
             shards_dir=shards_dir,
@@ -167,7 +172,7 @@ def _replanned(
         pinned["parallel"]["precision"] = kept.pinned_precision
     if exact:
         plan = planned(pinned | {section: pinned[section] | chosen for section, chosen in kept.chosen.items()})
-    elif any(field.startswith("parallel.") or field.partition(".")[2] in LAYOUT_FIELDS for field in fields):
+    elif chooses_again:
         plan = planned(pinned)
     else:
         plan = _as_before(kept, pinned, planned)
@@ -177,6 +182,7 @@ def _replanned(
             "config": config,
             "mlflow_run_id": kept.mlflow_run_id,
             "threads_per_rank": kept.threads_per_rank if exact else plan.threads_per_rank,
+            "idle_hosts": _idle(plan, inventory),
             "reasons": (*plan.reasons, f"resumed with other settings: {'; '.join(map(str, changed))}"),
         }
     )
@@ -198,24 +204,40 @@ def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
     run does not fit on these hosts.
     """
     kept = RunPlan.read(run_dir / "plan.json")
-    if sorted(kept.hosts) == sorted(host.name for host in inventory.hosts):
+    used = without_idle(kept, inventory)
+    if sorted(kept.hosts) == sorted(host.name for host in used.hosts):
         return kept
-    plan = _planned_for(kept, inventory, micro_batch=0)
+    try:
+        plan = _planned_for(kept, used, micro_batch=0)
+    except ValueError:
+        used = inventory
+        plan = _planned_for(kept, used, micro_batch=0)
     trials = read_trials(run_dir)
     more_is_too_much = kept.config.train.micro_batch or (trials is not None and trials.lowered)
     if more_is_too_much and plan.micro_batch > kept.micro_batch:  # as the user or a trial found
         share = kept.config.train.global_batch // plan.dp
         fitting = max(size for size in range(1, kept.micro_batch + 1) if share % size == 0)
-        plan = _planned_for(kept, inventory, micro_batch=fitting)
+        plan = _planned_for(kept, used, micro_batch=fitting)
     if _layout(plan) == _layout(kept):  # some hosts stay idle either way
         return kept
     update = {"config": kept.config, "mlflow_run_id": kept.mlflow_run_id, "reasons": (*plan.reasons, why)}
+    update |= {"idle_hosts": _idle(plan, inventory)}
     same = (old for old in earlier_plans(run_dir) if _layout(old) == _layout(plan) and old.config == kept.config)
     plan = next(same, plan.model_copy(update=update))
     kept.write(run_dir / f"plan-{len(list(run_dir.glob('plan-*.json'))) + 1}.json")
     plan.write(run_dir / "plan.json")
     logger.warning("replanned for %s: %s", ", ".join(plan.hosts), why)
     return plan
+
+
+def without_idle(plan: RunPlan, inventory: Inventory) -> Inventory:
+    """Return the hosts without those that the plan leaves idle, as long as there are enough others."""
+    used = tuple(host for host in inventory.hosts if host.name not in plan.idle_hosts)
+    return Inventory(hosts=used) if len(used) >= max(1, plan.config.launch.min_hosts) else inventory
+
+
+def _idle(plan: RunPlan, inventory: Inventory) -> tuple[str, ...]:
+    return tuple(host.name for host in inventory.hosts if host.name not in plan.hosts)
 
 
 def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, inventory: Inventory) -> RunPlan:
@@ -230,6 +252,25 @@ def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, invento
     return plan.model_copy(update=update | {"largest_micro_batches": tuple(largest)})
 
 
+def next_layout(plan: RunPlan, *, inventory: Inventory, why: str) -> RunPlan | None:
+    """Return a plan of the same run in the next layout of the ranking that needs less memory; None if there is none."""
+    this, *others = plan.ranking or (None,)
+    left = [each for each in others if this is not None and not each.why_not and each.memory_gib < this.memory_gib]
+    for number, layout in enumerate(left):
+        content = plan.config.model_dump(mode="json")
+        content["parallel"] |= {"precision": plan.pinned_precision, "ranks": plan.world_size, **layout.as_asked()}
+        content["train"] |= {"activation_checkpointing": layout.activation_checkpointing, "compile": plan.compiled}
+        try:
+            other = _planned_again(plan, content, inventory=inventory)
+        except ValueError as error:
+            logger.info("trial: %s is not possible here: %s", layout.strategy, error)
+            continue
+        update = {"config": plan.config, "mlflow_run_id": plan.mlflow_run_id, "reasons": (*other.reasons, why)}
+        update |= {"idle_hosts": plan.idle_hosts, "ranking": (other.ranking[0], *left[number + 1 :])}
+        return other.model_copy(update=update)
+    return None
+
+
 def without_compile(plan: RunPlan, *, inventory: Inventory, why: str) -> RunPlan:
     """Return a plan of the same run without compiled layers, in the same layout if that still fits."""
     content = plan.config.model_dump(mode="json")
@@ -238,6 +279,7 @@ def without_compile(plan: RunPlan, *, inventory: Inventory, why: str) -> RunPlan
     content["train"]["compile"] = False
     eager = _as_before(plan, content, lambda each: _planned_again(plan, each, inventory=inventory))
     update = {"config": plan.config, "mlflow_run_id": plan.mlflow_run_id, "reasons": (*eager.reasons, why)}
+    update |= {"idle_hosts": (*eager.idle_hosts, *plan.idle_hosts)}  # a trial's hosts are the plan's
     return eager.model_copy(update=update)
 
 

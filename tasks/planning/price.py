@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 from training.config.device_names import value_for
 from training.config.prices import PricesConfig
@@ -56,7 +56,7 @@ def price_of(device: Device, prices: PricesConfig) -> float | None:
 
 
 def price_per_hour(
-    prices: PricesConfig, inventory: Inventory, ranks_per_host: Sequence[int]
+    prices: PricesConfig, inventory: Inventory, ranks_by_host: Mapping[str, int]
 ) -> tuple[float | None, str]:
     """Return the price per hour of all devices that have ranks, together; None if one has no price.
 
@@ -64,8 +64,7 @@ def price_per_hour(
     """
     if not prices.per_device_hour:
         return None, ""
-    hosts = zip(inventory.hosts, ranks_per_host, strict=False)
-    devices = [device for host, ranks in hosts for device in host.devices[:ranks]]
+    devices = [device for host in inventory.hosts for device in host.devices[: ranks_by_host.get(host.name, 0)]]
     known = [price for device in devices if (price := price_of(device, prices)) is not None]
     if len(known) == len(devices):
         return sum(known), ""

@@ -83,10 +83,11 @@ class ParallelConfig(Section):
         "plan choose (1 if a strategy is set).",
     )
     pp_stages_per_rank: int = Field(
-        1,
-        ge=1,
+        0,
+        ge=0,
         le=64,
-        description="Number of pipeline stages on each rank: 1 uses the 1F1B schedule, more use interleaved 1F1B.",
+        description="Number of pipeline stages on each rank: 1 uses the 1F1B schedule, more use interleaved 1F1B; 0 "
+        "lets the plan choose (1 if pp is set).",
     )
     stages: Literal["auto", "even"] | Stages = Field(
         "auto",

@@ -22,6 +22,7 @@ ASSUMED = {
     "cuda": {"matmul": 50.0, "memory": 900.0, "inside": 20.0, "network": 10.0, "inside_us": 20.0, "network_us": 60.0},
 }
 LINKS = ("allreduce_gb_per_s", "allreduce_latency_us", "network_gb_per_s", "network_latency_us")
+ALIKE = 1.15  # devices of one name whose rates or memory differ by less are alike: by chance, equal ones do by 10%
 CPU_ATTENTION = 0.34  # of the rate of fp32 products, in any precision: 80 of 235 GFLOP/s a core, heads of 32 to 128
 CPU_SCALING = 0.9  # of n times a core's rate, for n threads of one process (2 threads: 1.8, docs/planning.md)
 PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of PCIe 4

@@ -1,6 +1,7 @@
 """Inventories of hypothetical hosts: `16x8xH100-80GB-SXM,400Gb` is 16 hosts of 8 such GPUs each.
 
-HOSTSxGPUSxNAME[,NETWORK], several groups of unlike hosts joined by `+`. NETWORK is what one host has in all, in one
+HOSTSxGPUSxNAME[,MEMORY][,NETWORK], several groups of unlike hosts joined by `+`. MEMORY is a host's own, such as
+`64GiB`, to which a run may offload; without it, twice that of its GPUs. NETWORK is what one host has in all, in one
 direction, shared by its GPUs: `400Gb`, or `8x400Gb` where it has eight adapters. A number alone could mean either; we
 take the smaller, since a plan that runs faster than it said does less harm than one that runs slower. Where NVLink
 joins several hosts (72 GB200 in 18 of them), what it joins is one host here: `2x72xGB200,72x400Gb`.
@@ -30,6 +31,7 @@ DISK_GIB = 100_000.0  # a file system of its size: not what such a plan is about
 HYPOTHETICAL = "hypothetical"  # key in a host's versions
 EXAMPLE = "16x8xH100-80GB-SXM,400Gb, or 1x8xA100-80GB-SXM,200Gb+1x4xRTX-3090"
 GROUP = re.compile(r"(\d+)x(\d+)x([^,+]+)(?:,\s*(.+))?")
+MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([GT])iB")
 NETWORK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*([mMgGtT])(b|B|[bB]it|[bB]ps|[bB]it/s|[bB]/s)")
 OTHER_MAKERS = re.compile(r"\b(amd|instinct|radeon|mi\d{2,3}\w*|rx|gfx\d+|intel|gaudi\d?|arc|tpu|trainium\d?)\b")
 
@@ -37,14 +39,13 @@ OTHER_MAKERS = re.compile(r"\b(amd|instinct|radeon|mi\d{2,3}\w*|rx|gfx\d+|intel|
 def hypothetical_inventory(text: str) -> Inventory:
     """The inventory that `text` describes. Raises ValueError, with the nearest known names, if it cannot be read."""
     groups = [_group(part.strip()) for part in text.split("+")]
-    num_hosts = sum(number for number, _, _, _ in groups)
-    given = [gb_per_s for _, _, _, gb_per_s in groups if gb_per_s]
+    num_hosts = sum(number for number, _, _ in groups)
+    given = [gb_per_s for _, _, gb_per_s in groups if gb_per_s]
     if num_hosts > 1 and not given:
         raise ValueError(f"--hosts {text}: {num_hosts} hosts need a network between them: append one, such as ,100Gb")
     hosts: list[Host] = []
-    for number, num_gpus, gpu, gb_per_s in groups:
+    for number, host, gb_per_s in groups:
         slowest = gb_per_s or min(given, default=0.0)  # a group that says nothing is no faster than the others
-        host = _host(gpu, num_gpus)
         if num_hosts > 1:
             network = {"network_gb_per_s": slowest, "network_latency_us": _network_latency_us(host, num_hosts)}
             host = host.model_copy(update=network)
@@ -71,12 +72,12 @@ def assumptions(inventory: Inventory) -> list[str]:
     return found
 
 
-def _group(text: str) -> tuple[int, int, KnownGpu, float]:
-    """Parses one group: the number of hosts, of GPUs on each, the GPU, and the network's GB/s (0: not given)."""
+def _group(text: str) -> tuple[int, Host, float]:
+    """Parses one group: the number of hosts, one of them, and the network's GB/s (0: not given)."""
     match = GROUP.fullmatch(text)
     if match is None:
         raise ValueError(f"--hosts: {text!r} is not HOSTSxGPUSxNAME,NETWORK: write it as in {EXAMPLE}")
-    number, num_gpus, name, network = match.groups()
+    number, num_gpus, name, more = match.groups()
     if not int(number) or not int(num_gpus):
         raise ValueError(f"--hosts: {text!r} has no hosts or no GPUs: write at least 1x1x{name}")
     gpu = find_gpu(name.strip())
@@ -91,14 +92,23 @@ def _group(text: str) -> tuple[int, int, KnownGpu, float]:
             f"--hosts: no GPU named {name!r} is known; "
             + (f"did you mean {', '.join(near)}?" if near else f"these are: {', '.join(known_gpus())}")
         )
-    return int(number), int(num_gpus), gpu, _network_gb_per_s(network) if network else 0.0
+    host, gb_per_s = _host(gpu, int(num_gpus)), 0.0
+    for part in [each.strip() for each in more.split(",")] if more else []:
+        if memory := MEMORY.fullmatch(part):
+            host = host.model_copy(update={"memory_gib": float(memory[1]) * (1024 if memory[2] == "T" else 1)})
+        else:
+            gb_per_s = _network_gb_per_s(part)
+    return int(number), host, gb_per_s
 
 
 def _network_gb_per_s(text: str) -> float:
     """The GB/s in one direction that collectives reach on the network that `text` names."""
     match = NETWORK.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"--hosts: {text!r} is no network: write what a host has, such as 400Gb, 8x400Gb or 100Mb")
+        raise ValueError(
+            f"--hosts: {text!r} is no network: write what a host has, such as 400Gb, 8x400Gb or 100Mb; and memory, if "
+            "you give it, as 64GiB or 2TiB"
+        )
     adapters, number, prefix, unit = match.groups()
     gbit = int(adapters or 1) * float(number) * {"M": 1e-3, "G": 1.0, "T": 1e3}[prefix.upper()]
     if unit.startswith("B") and not unit.startswith("Bit"):

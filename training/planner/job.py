@@ -1,4 +1,4 @@
-"""The planner's inputs: a job, which is what one step trains, and a layout, one way to run it on devices."""
+"""The planner's inputs: a question, the job of one step that follows from it, and a layout, one way to run it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from functools import cached_property
 from typing import Literal
 
 from training.config.parallel import Precision, Stages, StrategyName
+from training.config.run import RunConfig
 from training.facts.families import masked_types
 from training.facts.muon import newton_schulz_flops
+from training.records.correction import Measurement
+from training.records.inventory import Host, Inventory
 from training.records.model_sizes import Part
 from training.records.plan import ModelShape, describe_stages, layer_numbers
 
@@ -17,6 +20,28 @@ Offload = Literal["none", "optimizer", "parameters"]
 Recompute = Literal["none", "selective", "full"]
 WORDS_MULTIPLE = 128  # products of odd sizes are slower, on GPUs and by a fifth on CPUs (benchmarks/loss_head.py)
 CHUNK_BYTES = 8192  # of each word: the loss makes logits for this many tokens at a time
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run to plan on an inventory. `measurements`: of earlier runs, which correct the prices."""
+
+    config: RunConfig
+    shape: ModelShape
+    inventory: Inventory
+    measurements: Sequence[Measurement] = ()
+
+    def on(self, hosts: Sequence[Host]) -> Question:
+        """Return the same run on these hosts alone."""
+        return replace(self, inventory=Inventory(hosts=tuple(hosts)))
+
+    def compiled(self, compiled: bool) -> Question:
+        return self.changed("train", compile=compiled)
+
+    def changed(self, section: str, **fields: object) -> Question:
+        """Return the question with other values of some fields of a section of the config."""
+        values = getattr(self.config, section).model_copy(update=fields)
+        return replace(self, config=self.config.model_copy(update={section: values}))
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from training.config.data import ASSUMED_VOCAB
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
-from training.facts.families import adds_loss, masked_types, types_counting_from_pad
+from training.config.serving import InferenceConfig
+from training.facts.families import Ability, adds_loss, masked_types, types_counting_from_pad, why_not
 from training.planner.precision import FP8_MULTIPLE
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
+from training.records.record import read_fields
 from training.records.token_shards import TokenShards
 
 # attention_dropout, resid_pdrop, hidden_dropout_prob, ...: as transformers' classes spell it (5.23)
@@ -281,3 +284,37 @@ def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping
             )
         return theirs
     return ours or ASSUMED_VOCAB[tokenizer.kind]
+
+
+# Divided over devices for inference
+
+
+def check_inference(folder: Path, inference: InferenceConfig) -> None:
+    """Raise ValueError, with the numbers and the cure, if the model cannot be divided as configured."""
+    degree = inference.degree
+    if inference.parallel == "none" and degree > 1:
+        raise ValueError(
+            f"inference.degree = {degree}, but inference.parallel = none: set inference.parallel to data (copies), "
+            "tensor (split matrices) or pipeline (distributed layers), or leave the degree out"
+        )
+    if inference.parallel not in {"tensor", "pipeline"}:
+        return
+    settings = dict(read_fields(folder / "config.json"))
+    shape = shape_of_hf(settings, vocab_size=int(settings["vocab_size"]))
+    needed: tuple[Ability, ...] = ("tp" if inference.parallel == "tensor" else "pp", "cached")
+    if why := next(filter(None, (why_not(shape, ability) for ability in needed)), None):
+        raise ValueError(
+            f"models of type {shape.architecture} have no inference.parallel={inference.parallel}: {why}: set "
+            "inference.parallel=data"
+        )
+    if inference.parallel == "pipeline" and shape.layers < degree:
+        raise ValueError(
+            f"{shape.layers} layers cannot fill inference.degree = {degree} stages: lower it to {shape.layers} or less"
+        )
+    kv_heads = [("key/value heads", heads) for heads in (shape.kv_heads, *shape.some_kv_heads)]
+    for what, size in (("attention heads", shape.heads), *kv_heads):
+        if inference.parallel == "tensor" and size % degree:
+            raise ValueError(
+                f"{size} {what} cannot be shared by inference.degree = {degree} ranks: choose a degree that divides "
+                f"{size}, or inference.parallel=pipeline"
+            )

@@ -18,15 +18,17 @@ from training.config.run import RunConfig
 from training.config.size_rule import describe as describe_size
 from training.config.train import MOST_STEPS, Batches, TrainConfig, check_schedule, warn_of_warmup
 from training.facts.families import why_not
-from training.planner.chosen_layout import ChosenLayout
+from training.planner.chosen_layout import ChosenLayout, choose_layout
+from training.planner.cluster import Ring
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
+from training.planner.hosts import best_hosts
 from training.planner.hypothetical_hosts import assumptions
+from training.planner.job import Question
 from training.planner.mixture import describe_packing, describe_sources, one_pass, plan_sources, warn_of_repeats
 from training.planner.model_shape import check_positions, model_shape, vocab_size
 from training.planner.precision import FP8_MULTIPLE, ChosenPrecision, own_precisions, resolved_precision
 from training.planner.pricing import predict, price_memory_copies, seconds_of
-from training.planner.replicas import BatchSplit, choose_replicas
-from training.planner.search import AS_FAST
+from training.planner.search import TIED
 from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory
 from training.records.plan import ModelShape, Prediction, RunPlan
@@ -70,26 +72,27 @@ def make_plan(
     _check_packing(config, shape)
     _check_training(config, shape, hf_config or {})
     why_positions = check_positions(config, hf_config or {}, end_id=end_id)
-    (chosen, split, why_precision), why_compile = _choose_compile(
-        config, shape, inventory, measurements, epoch, steps_in_time=steps_in_time
-    )
-    _check_choice(config, shape, inventory.device_kind, chosen, split)
+    question = Question(config, shape, inventory, measurements)
+    choice, why_hosts = _choose_compile(question, epoch, steps_in_time=steps_in_time)
+    chosen, split, used = choice.chosen, choice.chosen.split, choice.question.inventory
+    _check_choice(config, shape, used.device_kind, chosen)
     _check_cross_attention(config, chosen, hf_config or {})
     batches = batches_of(config, epoch)
 
     def total_s(steps: int) -> float:
-        return steps * sum(_step_s(chosen, split, batches, steps).values()) if steps else 0.0
+        return steps * sum(_step_s(chosen, batches, steps).values()) if steps else 0.0
 
     run = _run_length(config, epoch, total_s, steps_in_time=steps_in_time)
     compiled = chosen.config.train.compile is True
     text, why_text = _text(config, epoch, run)
-    assumed = _assumptions(config, shards, inventory, steps=run.steps, compiled=compiled)
+    assumed = _assumptions(config, shards, used, steps=run.steps, compiled=compiled)
     why_fp8 = _why_fp8(shape) if "fp8" in split.precisions else []
     why_steps, why_losses = [f"{counted(run.steps, 'step')}: {run.why}"], _other_losses(hf_config or {})
     why_steps += [*_why_batches(run), *_why_average(config, run.steps)]
     reasons = [*why_steps, *describe_size(config), *assumed, *why_fp8, *why_positions, *why_losses, *why_text]
-    hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
-    predicted = _predicted(chosen, split, inventory, run=run)
+    hosts = choice.hosts
+    names = dict.fromkeys(host.name for host in hosts)
+    predicted = _predicted(chosen, used, run=run)
     _check_disk(config, predicted.checkpoint_gib, run.steps, hosts[0])
     threads = min(max(1, host.cores // n) for host, n in zip(hosts, chosen.cluster.ranks_per_host, strict=True))
     if config.checkpoint.memory_every_steps:
@@ -113,18 +116,17 @@ def make_plan(
         mask_id=shards.mask_id if shards else None,
         text_encoding=shards.encoding if shards else NOTHING_SPECIAL,
         shape=shape,
-        device_kind=inventory.device_kind,
+        device_kind=used.device_kind,
         **chosen.plan_fields(),
-        **split.plan_fields(),
         **run.plan_fields(),
         **text,
         precision_by_device=dict(chosen.precision.own) if len({*split.precisions}) > 1 else {},
-        hosts=tuple(host.name for host in hosts),
-        idle_hosts=tuple(host.name for host in inventory.hosts[len(hosts) :]),
+        hosts=tuple(names),
+        idle_hosts=tuple(host.name for host in inventory.hosts if host.name not in names),
         threads_per_rank=threads,
         compiled=compiled,
         predicted=predicted,
-        reasons=(*reasons, *chosen.reasons, *why_precision, *split.reasons, *why_compile),
+        reasons=(*reasons, *chosen.reasons, *choice.why, *why_hosts),
     )
 
 
@@ -180,16 +182,16 @@ def _run_length(
     return RunLength(steps, in_time, sequences, why, batches_of(config, epoch))
 
 
-def _step_s(chosen: ChosenLayout, split: BatchSplit, batches: Batches, steps: int) -> dict[str, float]:
+def _step_s(chosen: ChosenLayout, batches: Batches, steps: int) -> dict[str, float]:
     """Return the mean seconds of the first `steps` steps by part: larger ones accumulate more, and once do the rest."""
     job, layout = chosen.job, replace(chosen.layout, stages=())  # as in _times_as_long_eager
     times = batches.sequences_before(steps) / steps / job.global_batch  # a fraction: the parts are linear in it
     if times == 1:
-        return dict(split.seconds)
+        return dict(chosen.best.seconds)
     larger = replace(layout, accumulation=times * layout.accumulation)  # type: ignore[arg-type]
     once, more = (seconds_of(chosen.config, job, each, chosen.cluster) for each in (layout, larger))
     mean = sum(more.values()) / sum(once.values())  # of parts that only unlike replicas have
-    return {p: seconds * (more[p] / once[p] if p in once else mean) for p, seconds in split.seconds.items()}
+    return {p: seconds * (more[p] / once[p] if p in once else mean) for p, seconds in chosen.best.seconds.items()}
 
 
 def _why_batches(run: RunLength) -> list[str]:
@@ -234,71 +236,98 @@ def _text(config: RunConfig, epoch: Sequence[Epoch] | None, run: RunLength) -> t
     return {"sources": sources, "mixture": mixture}, reasons
 
 
-Choice = tuple[ChosenLayout, BatchSplit, tuple[str, ...]]
+@dataclass(frozen=True)
+class Choice:
+    """The layout on some hosts; `why`: sentences on the precision of unlike devices."""
+
+    question: Question
+    chosen: ChosenLayout
+    why: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        return self.chosen.best.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        train = self.question.config.train
+        return train.global_batch * train.context / self.step_s
+
+    @property
+    def spare(self) -> float:
+        return 1 - self.chosen.best.needed_gib / self.chosen.best.usable_gib
+
+    @property
+    def network(self) -> Ring:
+        return self.chosen.cluster.network
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """Those that have ranks."""
+        return self.question.inventory.hosts[: self.chosen.cluster.num_hosts]
 
 
 def _choose_compile(
-    config: RunConfig,
-    shape: ModelShape,
-    inventory: Inventory,
-    measurements: Sequence[Measurement],
-    epoch: Sequence[Epoch] | None,
-    *,
-    steps_in_time: int,
+    question: Question, epoch: Sequence[Epoch] | None, *, steps_in_time: int
 ) -> tuple[Choice, tuple[str, ...]]:
     """Return what `_choose` does, with layers compiled or not; and why, where train.compile leaves it open."""
+    config = question.config
 
-    def choose(*, compiled: bool) -> Choice:
-        return _choose(_with_compile(config, compiled), shape, inventory, measurements)
+    def choose(compiled: bool) -> tuple[Choice, tuple[str, ...]]:
+        return best_hosts(question.compiled(compiled), _choose)
 
     if config.train.compile != "auto":
-        return choose(compiled=config.train.compile), ()
-    if refusal := _compile_refusal(config, shape, inventory):
-        return choose(compiled=False), (f"compile off: {refusal}",)
+        return choose(config.train.compile)
+    if refusal := _compile_refusal(question):
+        choice, why_hosts = choose(False)
+        return choice, (*why_hosts, f"compile off: {refusal}")
     try:
-        compiled = choose(compiled=True)
+        choice, why_hosts = choose(True)
     except ValueError as error:
         if config.parallel.strategy != "auto":
             raise
-        return choose(compiled=False), (f"compile off: {error}",)  # zero3 may fit
-    chosen, split, _ = compiled
-    eager_s = split.step_s * _times_as_long_eager(chosen)
+        choice, why_hosts = choose(False)  # zero3 may fit
+        return choice, (*why_hosts, f"compile off: {error}")
+    eager_s = choice.step_s * _times_as_long_eager(choice.chosen)
     in_time = steps_in_time or steps_that_fit(config.train, lambda steps: steps * eager_s)
     steps, *_ = length(config, epoch, steps_in_time=in_time)
-    saved_s = steps * (eager_s - split.step_s)
+    saved_s = steps * (eager_s - choice.step_s)
     if saved_s < COMPILING_S:
-        return choose(compiled=False), (
+        choice, why_hosts = choose(False)
+        return choice, (
+            *why_hosts,
             f"compile off: it would save {format_duration(max(0.0, saved_s))} of {format_duration(steps * eager_s)} of "
             f"training, and takes about {format_duration(COMPILING_S)} to begin with",
         )
-    return compiled, (
-        f"compile on: a step is predicted to take {1 - split.step_s / eager_s:.1%} less time, "
+    return choice, (
+        *why_hosts,
+        f"compile on: a step is predicted to take {1 - choice.step_s / eager_s:.1%} less time, "
         f"{format_duration(saved_s)} in all, for about {format_duration(COMPILING_S)} to begin with; all hosts have "
         "what it needs",
     )
-
-
-def _with_compile(config: RunConfig, compiled: bool) -> RunConfig:
-    return config.model_copy(update={"train": config.train.model_copy(update={"compile": compiled})})
 
 
 def _times_as_long_eager(chosen: ChosenLayout) -> float:
     """Return the time of an eager step over that of a compiled one, on devices like the run's slowest."""
     layout = replace(chosen.layout, stages=())  # one of unlike stages is priced rank by rank: here as equal ones
     eager, compiled = (
-        sum(seconds_of(_with_compile(chosen.config, on), chosen.job, layout, chosen.cluster).values())
+        sum(seconds_of(config, chosen.job, layout, chosen.cluster).values())
         for on in (False, True)
+        for config in [
+            chosen.config.model_copy(update={"train": chosen.config.train.model_copy(update={"compile": on})})
+        ]
     )
     return eager / compiled
 
 
-def _compile_refusal(config: RunConfig, shape: ModelShape, inventory: Inventory) -> str:
+def _compile_refusal(question: Question) -> str:
     """Return the reason why layers cannot be compiled, or may not compile; empty if they can."""
-    if config.parallel.strategy == "zero3":
+    shape = question.shape
+    if question.config.parallel.strategy == "zero3":
         return "zero3 gathers weights inside each layer"
     if why := why_not(shape, "compile"):
         return f"layers of type {shape.architecture} were not seen to compile: {why}; train.compile=true tries it"
-    for host in inventory.hosts:
+    for host in question.inventory.hosts:
         if host.compile_lacks:
             return f"on {host.name} {host.compile_lacks}"
         if host.compile_lacks is None:
@@ -309,54 +338,48 @@ def _compile_refusal(config: RunConfig, shape: ModelShape, inventory: Inventory)
     return ""
 
 
-def _choose(config: RunConfig, shape: ModelShape, inventory: Inventory, measurements: Sequence[Measurement]) -> Choice:
-    """Return the layout, the shares and, for unlike devices, why each kind has its own precision or not."""
+def _choose(question: Question) -> Choice:
+    """Return the best layout on these hosts; unlike devices each in their own precision, where that is faster."""
+    config, inventory = question.config, question.inventory
+
+    def choose(precision: ChosenPrecision) -> Choice:
+        return Choice(question, choose_layout(question, precision))
+
     asked = resolved_precision(config, inventory)
-    chosen, split = choose_replicas(config, shape, inventory, asked, measurements=measurements)
+    choice = choose(asked)
     other = ChosenPrecision(asked.common, asked.why) if asked.is_mixed else own_precisions(config, inventory)
     if other is None:
-        return chosen, split, ()
+        return choice
     try:
-        other_layout, other_split = choose_replicas(config, shape, inventory, other, measurements=measurements)
+        in_other = choose(other)
     except ValueError as error:
-        return chosen, split, (f"precision {other} is not possible here: {error}",)
-    as_long = other_split.step_s / split.step_s
-    if not asked.is_mixed and AS_FAST * as_long < 1:
+        return replace(choice, why=(f"precision {other} is not possible here: {error}",))
+    as_long = in_other.step_s / choice.step_s
+    if not asked.is_mixed and TIED * as_long < 1:
         why = f"precision: with {asked} on all devices a step would take {1 / as_long:.2f}x as long"
-        return other_layout, other_split, (why,)
+        return replace(in_other, why=(why,))
     why = f"precision: with {other}{' on all devices' * asked.is_mixed} a step would take {as_long:.2f}x as long"
     if as_long < 1:
         why += ", which is less than the prediction can tell apart"
-    return chosen, split, (why,)
+    return replace(choice, why=(why,))
 
 
-def _predicted(
-    chosen: ChosenLayout,
-    split: BatchSplit,
-    inventory: Inventory,
-    *,
-    run: RunLength,
-) -> Prediction:
+def _predicted(chosen: ChosenLayout, inventory: Inventory, *, run: RunLength) -> Prediction:
     """Return the prediction; of steps of several sizes the mean."""
     per_host = zip(inventory.hosts, chosen.cluster.ranks_per_host, strict=False)
     devices = [device for host, ranks in per_host for device in host.devices[:ranks]]
-    micro_batch, precision = max(split.micro_batches), split.precisions[0]
-    if chosen.precision.is_mixed:
-        unlike = {*zip(split.micro_batches, split.precisions, strict=True)}
-        micro_batch, precision = max(unlike, key=lambda each: chosen.memory_gib(*each))
     return predict(
         chosen.config,
-        chosen.job_in(precision),
+        chosen.job,
         chosen.layout,
         chosen.cluster,
         num_steps=run.steps,
         sequences=run.batches.sequences_before(run.steps) / run.steps,
-        largest_micro_batch=micro_batch,
-        seconds=_step_s(chosen, split, run.batches, run.steps),
-        peak_tflops=split.peak_tflops,
+        seconds=_step_s(chosen, run.batches, run.steps),
+        peak_tflops=chosen.best.mean_tflops,
         datasheet_tflops=mean_datasheet_tflops([(each.name, chosen.precision.of(each)) for each in devices]),
         correction=chosen.best.correction,
-        memory=chosen.best.memory if chosen.layout.stages else None,
+        memory=chosen.memory,
     )
 
 
@@ -448,13 +471,11 @@ def _check_packing(config: RunConfig, shape: ModelShape) -> None:
         )
 
 
-def _check_choice(
-    config: RunConfig, shape: ModelShape, device_kind: str, chosen: ChosenLayout, split: BatchSplit
-) -> None:
+def _check_choice(config: RunConfig, shape: ModelShape, device_kind: str, chosen: ChosenLayout) -> None:
     """Raise ValueError for fields that do not work with the chosen layout and precisions."""
-    tp = chosen.mesh["tp"]
-    _check_residual(config, shape, split.precisions)
-    _check_fp8_by(config, shape, device_kind, split.precisions, tp=tp)
+    tp, precisions = chosen.mesh["tp"], chosen.split.precisions
+    _check_residual(config, shape, precisions)
+    _check_fp8_by(config, shape, device_kind, precisions, tp=tp)
     _check_async_tp(config, device_kind, tp=tp, split=chosen.layout.sequence_parallel)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from training.config.run import RunConfig
 from training.planner.cluster import PCIE_GB_PER_S, Cluster
 from training.planner.communication import communication_state_bytes, rank_checkpoint_bytes
-from training.planner.corrections import correct_memory, correct_seconds
+from training.planner.corrections import correct_memory
 from training.planner.cost_model import SHARING, CostModel, our_cost_model
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB, memory_gib, stage_parameters
@@ -45,7 +45,8 @@ LIKELY_ON_CPUS = (0.86, 1.22)
 
 @dataclass(frozen=True)
 class PricedLayout:
-    """A layout with its memory per rank in GiB by part, and the seconds of a step by part if it fits, corrected."""
+    """A layout with the memory in GiB by part of the rank that has least to spare, and the seconds of a step by part if
+    it fits, corrected."""
 
     layout: Layout
     cluster: Cluster
@@ -53,14 +54,16 @@ class PricedLayout:
     usable_gib: float
     seconds: Mapping[str, float]
     correction: Correction = UNCORRECTED
-    host_missing_gib: float = 0.0  # what offloaded state misses in the hosts' memory
+    host_gib: float = 0.0  # of offloaded state in a host's memory
+    micro_batches: tuple[int, ...] = ()  # of each replica, where they are unequal
+    mean_tflops: float = 0.0  # of its ranks
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Return the layout without its micro-batch and without how shards travel."""
         layout = self.layout
-        axes = (layout.tp, layout.pp, layout.cp, layout.sequence_parallel)
-        return (layout.strategy, *axes, layout.recompute, layout.offload)
+        axes = (layout.tp, layout.pp, layout.cp, layout.stages_per_rank, layout.sequence_parallel)
+        return (layout.strategy, *axes, bool(layout.stages), layout.recompute, layout.offload)
 
     @property
     def needed_gib(self) -> float:
@@ -75,7 +78,17 @@ class PricedLayout:
         return sum(self.seconds.values())
 
     @property
+    def usable_host_gib(self) -> float:
+        return MEMORY_SHARE * self.cluster.host_memory_gib
+
+    @property
+    def host_missing_gib(self) -> float:
+        """GiB that offloaded state lacks in the memory of hosts; at most 0 if it fits."""
+        return self.host_gib - self.usable_host_gib
+
+    @property
     def missing_gib(self) -> float:
+        """GiB that a device or a host lacks, whichever lacks more; at most 0 if the layout fits."""
         return max(self.needed_gib - self.usable_gib, self.host_missing_gib)
 
 
@@ -166,25 +179,6 @@ def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> 
     return parts
 
 
-def needed_memory(
-    config: RunConfig, job: Job, layout: Layout, cluster: Cluster, correction: Correction
-) -> dict[str, float]:
-    """The memory that must fit: a correction may only add to it."""
-    memory = memory_of(config, job, layout, cluster)
-    return correct_memory(memory, max(1.0, correction.memory), device_kind=cluster.kind)
-
-
-def price(
-    config: RunConfig, job: Job, layout: Layout, cluster: Cluster, correction: Correction = UNCORRECTED
-) -> PricedLayout:
-    memory, usable = needed_memory(config, job, layout, cluster, correction), MEMORY_SHARE * cluster.memory_gib
-    host_missing = host_gib(config, job, layout, cluster) - MEMORY_SHARE * cluster.host_memory_gib
-    priced = PricedLayout(layout, cluster, memory, usable, {}, correction, max(0.0, host_missing))
-    if not priced.fits:
-        return priced
-    return replace(priced, seconds=correct_seconds(seconds_of(config, job, layout, cluster), correction))
-
-
 def host_gib(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> float:
     """GiB of offloaded state in a host's memory: weights, gradients and AdamW's moments of its ranks, in fp32."""
     if layout.offload == "none":
@@ -207,21 +201,18 @@ def predict(
     *,
     num_steps: int,
     sequences: float,
-    largest_micro_batch: int,
     seconds: Mapping[str, float],
     peak_tflops: float,
     datasheet_tflops: float | None,
     correction: Correction,
-    memory: Mapping[str, float] | None = None,
+    memory: Mapping[str, float],
 ) -> Prediction:
     """The plan's prediction. `seconds`: of a step by part, on the slowest replica, corrected; `sequences`: of a step.
     TFLOP/s: ranks' means.
 
-    `memory`: of the rank that needs most, where ranks are priced one by one.
+    `memory`: of the rank that takes most, uncorrected.
     """
     shape = job.shape
-    if memory is None:
-        memory = memory_of(config, job, replace(layout, micro_batch=largest_micro_batch), cluster)
     whole = sum(seconds.values())
     tokens_per_s = sequences * config.train.context / whole
     peak = peak_tflops if cluster.is_measured else 0.0

@@ -10,28 +10,30 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from training.config.parallel import IN_SHARDS, WITH_CP, WITH_PP, WITH_TP, StrategyName, offloads
+from training.config.parallel import IN_SHARDS, WITH_CP, WITH_PP, WITH_TP, Stages, StrategyName, offloads
 from training.config.run import RunConfig
 from training.facts.families import Ability, why_not
-from training.planner.cluster import Cluster, cluster_of
+from training.planner.cluster import Cluster
 from training.planner.corrections import NO_CORRECTIONS, Corrections
-from training.planner.job import Job, Layout, Offload, Recompute
-from training.planner.precision import fp8_refusal
-from training.planner.pricing import PricedLayout, job_of, price
-from training.planner.step_time import exposed_s
+from training.planner.job import Job, Layout, Offload, Question, Recompute
+from training.planner.precision import ChosenPrecision, fp8_refusal
+from training.planner.pricing import PricedLayout, job_of
+from training.planner.replicas import RankPrices
 from training.records.inventory import Inventory
-from training.records.plan import ModelShape
+from training.records.plan import ModelShape, even_stages
 from training.records.words import counted
 
 # In the order of their simplicity, which decides between layouts with the same predicted time and memory.
 AUTOMATIC: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
-AS_FAST = 1.05  # fewer hosts, another precision or fewer bytes sent must be predicted to save more than this
-TIED = 1.005  # closer predictions are not told apart; wider ties cost time (docs/planning.md)
+TIED = 1.005  # closer predictions are not told apart, of layouts, hosts and precisions; wider ties cost time
 TIGHT, CLOSE = 0.9, 1.02  # a layout that takes more than so much of what is usable needs to be so much faster
 MAX_STAGES = 64
+INTERLEAVED, STAGES_PER_RANK = ("ddp", "fsdp"), (2, 4, 8)  # that are tried by themselves
+LEAST_BUBBLE = 0.05  # of a step's micro-batches: where 1F1B idles less, interleaved stages save too little to be tried
 LEFT_OUT = (
     "zero3: not tried, since fsdp fits without offload and shards the same, with a third of the operations to launch, "
     "half of the bytes to gather in bf16, and compiled layers (set parallel.strategy=zero3 to use it anyway)"
@@ -61,6 +63,7 @@ class Mesh:
     tp: int
     pp: int
     cp: int = 1
+    stages_per_rank: int = 1
 
     @property
     def model_ranks(self) -> int:
@@ -72,48 +75,44 @@ class Mesh:
         return "tp*pp*cp" if self.cp > 1 else "tp*pp"
 
 
-def rank_layouts(
-    config: RunConfig,
-    shape: ModelShape,
-    inventory: Inventory,
-    *,
-    precision: str,
-    corrections: Corrections = NO_CORRECTIONS,
-) -> Ranking:
+def rank_layouts(question: Question, precision: ChosenPrecision, corrections: Corrections = NO_CORRECTIONS) -> Ranking:
     """Enumerates the layouts that the config leaves open, prices each of them, and puts them in order.
 
     Ranks share the tokens of a sequence only where nothing fits without.
     """
-    found = _rank_meshes(config, shape, inventory, [config.parallel.cp or 1], precision, corrections)
-    if found.fitting or config.parallel.cp or not found.unfitting:
+    config, inventory = question.config, question.inventory
+    if not isinstance(config.parallel.stages, str):
+        check_stages(question)
+    found = _rank_meshes(question, [config.parallel.cp or 1], precision, corrections)
+    if found.fitting or config.parallel.cp or not found.unfitting or not isinstance(config.parallel.stages, str):
         return found
     num_devices, context = config.parallel.ranks or inventory.num_devices, config.train.context
     most = min(num_devices, context // LEAST_TOKENS)
     shared = [cp for cp in range(2, most + 1) if num_devices % cp == 0 and context % (2 * cp) == 0]
-    more = _rank_meshes(config, shape, inventory, shared, precision, corrections)
+    more = _rank_meshes(question, shared, precision, corrections)
     return more if more.fitting else found
 
 
 def _rank_meshes(
-    config: RunConfig,
-    shape: ModelShape,
-    inventory: Inventory,
-    cps: Sequence[int],
-    precision: str,
-    corrections: Corrections,
+    question: Question, cps: Sequence[int], precision: ChosenPrecision, corrections: Corrections
 ) -> Ranking:
-    job = job_of(config, shape, precision)
-    meshes = [mesh for cp in cps for mesh in _meshes(config, shape, inventory, cp=cp)]
+    config, shape, inventory = question.config, question.shape, question.inventory
+    job = job_of(config, shape, precision.common)
+    has_stages = not isinstance(config.parallel.stages, str)
+    meshes = [] if has_stages else [mesh for cp in cps for mesh in _meshes(config, shape, inventory, cp=cp)]
     refusals = {mesh: _refusal(config, shape, inventory, mesh) for mesh in meshes}
-    cluster = functools.cache(lambda ranks: cluster_of(inventory, _filled(inventory, ranks), precision=precision))
+
+    @functools.cache
+    def prices(ranks: int) -> RankPrices:
+        return RankPrices(config, job, inventory, _filled(inventory, ranks), precision, corrections)
 
     def priced_on(some: Iterable[Mesh]) -> list[PricedLayout]:
         return [
-            price(config, job, layout, mesh_cluster, corrections.of(config, layout))
+            by_rank.price(layout)
             for mesh in some
             if refusals[mesh] is None
-            for mesh_cluster in [cluster(_num_ranks(config, inventory, mesh))]
-            for layout in _layouts(config, shape, mesh_cluster, mesh)
+            for by_rank in [prices(_num_ranks(config, inventory, mesh))]
+            for layout in _layouts(config, shape, by_rank.run, mesh)
         ]
 
     last_resort = {"zero3"} if config.parallel.strategy == "auto" and inventory.device_kind == "cuda" else set()
@@ -122,57 +121,15 @@ def _rank_meshes(
         each.fits and each.layout.offload == "none" and each.layout.strategy in IN_SHARDS for each in priced
     )
     priced += [] if is_left_out else priced_on(mesh for mesh in meshes if mesh.strategy in last_resort)
+    if has_stages or (list(cps) == [1] and _may_have_unequal_stages(config, shape, inventory, precision)):
+        fastest = min((each for each in priced if each.fits), key=lambda each: each.step_s, default=None)
+        by_rank = prices(_ranks_of_stages(config) if has_stages else inventory.num_devices)
+        even = fastest.layout if fastest else None
+        priced += [by_rank.price(layout) for layout in _stage_layouts(config, shape, by_rank, even)]
     fitting = [each for each in priced if each.fits]
-    unfitting = sorted((each for each in priced if not each.fits), key=lambda each: each.missing_gib)
+    unfitting = sorted((each for each in priced if not each.fits), key=lambda each: (each.missing_gib, each.needed_gib))
     refused = tuple(refusal for refusal in refusals.values() if refusal is not None)
     return Ranking(job, best_first(fitting), tuple(unfitting), refused, (LEFT_OUT,) if is_left_out else ())
-
-
-@dataclass(frozen=True)
-class FewerHosts:
-    """Some of the hosts, and the layouts on them."""
-
-    inventory: Inventory
-    ranking: Ranking
-
-
-def faster_on_fewer_hosts(
-    config: RunConfig,
-    shape: ModelShape,
-    inventory: Inventory,
-    ranking: Ranking,
-    *,
-    precision: str,
-    corrections: Corrections,
-) -> FewerHosts | None:
-    """Half of the hosts, a quarter, …, one: the fastest of them, if that is faster than all hosts; None if not.
-
-    Only where the network between hosts was measured, hosts are alike, and the config leaves open how many take part.
-    `corrections` are those of all hosts.
-    """
-    best, num_hosts = ranking.fitting[0], len(inventory.hosts)
-    is_guessed = any("between hosts" in rate for rate in best.cluster.assumed)
-    if config.parallel.ranks or is_guessed or not _are_alike(inventory):
-        return None
-    computing_s = min(each.step_s - exposed_s(each.seconds) for each in ranking.fitting)
-    if 2 * computing_s > best.step_s:  # half of the hosts take twice as long to compute alone
-        return None
-    tried = []
-    for size in [num_hosts >> halving for halving in range(1, num_hosts.bit_length())]:
-        part = Inventory(hosts=inventory.hosts[:size])
-        found = rank_layouts(config, shape, part, precision=precision, corrections=corrections)
-        if size >= config.launch.min_hosts and found.fitting:
-            tried.append(FewerHosts(part, found))
-    fastest = min(tried, key=lambda each: each.ranking.fitting[0].step_s, default=None)
-    if fastest is None or AS_FAST * fastest.ranking.fitting[0].step_s >= best.step_s:
-        return None
-    return fastest
-
-
-def _are_alike(inventory: Inventory) -> bool:
-    """Whether all devices have one name: unlike ones get unequal shares, which are priced later (replicas.py)."""
-    devices = {id(device): device for host in inventory.hosts for device in host.devices}
-    return len({device.name for device in devices.values()}) == 1
 
 
 # The order
@@ -216,6 +173,7 @@ def simplicity(layout: Layout) -> tuple[int, ...]:
         OFFLOAD.index(layout.offload),
         layout.cp,
         layout.pp,
+        layout.stages_per_rank,
         layout.tp,
         AUTOMATIC.index(layout.strategy) if layout.strategy in AUTOMATIC else 0,
         RECOMPUTE.index(layout.recompute),
@@ -242,7 +200,8 @@ def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory, *, cp: i
             for strategy in _strategies(config, num_ranks=max(num_devices, tp * pp * cp), num_hosts=len(slots)):
                 goes_with_cp = cp == 1 or strategy in WITH_CP
                 if (pinned or ((tp == 1 or strategy in WITH_TP) and (pp == 1 or strategy in WITH_PP))) and goes_with_cp:
-                    yield Mesh(strategy, tp, pp, cp)
+                    for stages_per_rank in _interleaved(config, shape, strategy, pp):
+                        yield Mesh(strategy, tp, pp, cp, stages_per_rank)
 
 
 def _strategies(config: RunConfig, *, num_ranks: int, num_hosts: int) -> tuple[StrategyName, ...]:
@@ -279,6 +238,15 @@ def _pipeline_sizes(shape: ModelShape, num_groups: int) -> list[int]:
     return [pp for pp in range(1, most + 1) if num_groups % pp == 0]
 
 
+def _interleaved(config: RunConfig, shape: ModelShape, strategy: StrategyName, pp: int) -> Iterator[int]:
+    """Yield the numbers of stages on each rank: where they are left open, those that give no rank more layers."""
+    asked = config.parallel.pp_stages_per_rank
+    yield asked or 1
+    if asked or config.parallel.pp or pp == 1 or strategy not in INTERLEAVED or config.train.optimizer == "muon":
+        return
+    yield from (n for n in STAGES_PER_RANK if -(-shape.layers // (pp * n)) * n == -(-shape.layers // pp))
+
+
 def _layouts(config: RunConfig, shape: ModelShape, cluster: Cluster, mesh: Mesh) -> Iterator[Layout]:
     """The layouts on a possible mesh: by micro-batch, recomputation and offload."""
     sizes = cluster.host_sizes
@@ -288,7 +256,9 @@ def _layouts(config: RunConfig, shape: ModelShape, cluster: Cluster, mesh: Mesh)
         return  # its groups are hosts, which must be equal
     dp = cluster.num_ranks // mesh.model_ranks
     split = sequence_choices(config, shape, tp=mesh.tp, cp=mesh.cp, kind=cluster.kind)
-    for micro_batch, accumulation in _micro_batches(config, dp=dp, pp=mesh.pp):
+    for micro_batch, accumulation in _micro_batches(config, dp=dp, mesh=mesh):
+        if config.parallel.pp_stages_per_rank < mesh.stages_per_rank > 1 and mesh.pp - 1 < LEAST_BUBBLE * accumulation:
+            continue
         for (recompute, offload), is_split in itertools.product(_savings(config, mesh, cluster.kind), split):
             keeps = _kept_for_speed(config, mesh, offload=offload, accumulation=accumulation)
             yield from (
@@ -301,7 +271,7 @@ def _layouts(config: RunConfig, shape: ModelShape, cluster: Cluster, mesh: Mesh)
                     accumulation,
                     recompute=recompute,
                     offload=offload,
-                    stages_per_rank=config.parallel.pp_stages_per_rank,
+                    stages_per_rank=mesh.stages_per_rank,
                     sequence_parallel=is_split,
                     cp=mesh.cp,
                     keeps_weights=keeps_weights,
@@ -321,17 +291,118 @@ def sequence_choices(config: RunConfig, shape: ModelShape, *, tp: int, cp: int =
     return (True,) if asked == "on" or kind == "cuda" else (False, True)
 
 
-def _micro_batches(config: RunConfig, *, dp: int, pp: int) -> Iterator[tuple[int, int]]:
+# Stages of given sizes
+
+
+def _may_have_unequal_stages(
+    config: RunConfig, shape: ModelShape, inventory: Inventory, precision: ChosenPrecision
+) -> bool:
+    """Whether the config, the model and the machines allow replicas of unlike shape."""
+    parallel = config.parallel
+    fixed = parallel.ranks or parallel.pp or parallel.cp > 1 or parallel.pp_stages_per_rank > 1
+    fixed = fixed or parallel.compression != "none" or parallel.offload not in ("auto", "none")
+    is_open = parallel.stages == "auto" and parallel.strategy == "auto" and not fixed
+    return is_open and inventory.num_devices > 1 and not precision.is_mixed and not why_not(shape, "pp")
+
+
+def _stage_layouts(config: RunConfig, shape: ModelShape, by_rank: RankPrices, even: Layout | None) -> Iterator[Layout]:
+    """Yield the layouts whose replicas or stages are unequal, with each number of micro-batches.
+
+    On unlike devices replicas of unlike shape; on devices that are alike the stages of the fastest layout, if it has
+    some, cut so that they are equally long in time.
+    """
+    parallel, asked = config.parallel, config.train.activation_checkpointing
+    recompute: Sequence[Recompute] = RECOMPUTE if asked == "auto" else (asked,)
+    kind = by_rank.run.kind
+    batch = config.train.global_batch
+
+    def layout_of(tp: int, stages: Stages, recompute: Recompute, accumulation: int = 0) -> Layout:
+        longest, dp = max(map(len, stages)), len(stages)
+        number = accumulation or longest
+        split = sequence_choices(config, shape, tp=tp, kind=kind)[0]
+        more: dict[str, Any] = {"recompute": recompute, "stages": stages, "sequence_parallel": split}
+        return Layout("ddp", tp, longest, dp, max(1, batch // (dp * number)), number, **more)
+
+    found: Iterable[tuple[int, Stages, Recompute]] = ()
+    if not isinstance(parallel.stages, str):
+        found = itertools.product([max(1, parallel.tp)], [parallel.stages], recompute)
+    elif by_rank.run.is_measured and len(by_rank.kinds) > 1:
+        slots = [*by_rank.run.ranks_per_host]
+        whole = parallel.fp8_by == "torchao"  # its layers are not cut
+        tps = [parallel.tp] if parallel.tp else [1] if whole else tensor_sizes(shape, slots, sum(slots))
+        tps = [tp for tp in tps if sequence_choices(config, shape, tp=tp, kind=kind)]
+        found = by_rank.unequal_stages(layout_of, tps=tps, recompute=recompute)
+    elif by_rank.run.is_measured and even and even.pp > 1 and even.world_size == by_rank.run.num_ranks:
+        equal = (even_stages(shape.layers, even.pp),) * 2
+        sizes = by_rank.cut(layout_of(even.tp, equal, even.recompute), [by_rank.kinds[0]] * even.pp)
+        found = [(even.tp, (sizes,) * even.dp, even.recompute)] if sizes and sizes != equal[0] else []
+    for tp, stages, recomputed in found:
+        for accumulation in _accumulations(config, dp=len(stages), pp=max(map(len, stages))):
+            yield layout_of(tp, stages, recomputed, accumulation)
+
+
+def _accumulations(config: RunConfig, *, dp: int, pp: int) -> Iterator[int]:
+    """Yield the possible numbers of micro-batches in a step of replicas whose shares may be unequal."""
+    batch, size, shares = config.train.global_batch, config.train.micro_batch, config.parallel.shares
+    for number in range(1, batch // dp + 1):
+        together = batch // number
+        is_asked = not size or batch == number * dp * size
+        if not isinstance(shares, str):
+            is_asked = len(shares) == dp and sum(shares) == together
+        elif shares == "equal":
+            is_asked = is_asked and together % dp == 0
+        if batch % number == 0 and is_asked and accumulation_refusal(config, number, pp=pp, dp=dp) is None:
+            yield number
+
+
+def _ranks_of_stages(config: RunConfig) -> int:
+    assert not isinstance(config.parallel.stages, str)
+    return max(1, config.parallel.tp) * sum(map(len, config.parallel.stages))
+
+
+def check_stages(question: Question) -> None:
+    """Raise ValueError, with the numbers and the cure, for parallel.stages that cannot be."""
+    stages, shape, devices = question.config.parallel.stages, question.shape, question.inventory.num_devices
+    assert not isinstance(stages, str)
+    asked = f"parallel.stages = {[list(sizes) for sizes in stages]}"
+    if max(map(len, stages)) == 1:
+        raise ValueError(
+            f"{asked} are {len(stages)} replicas of one stage each: set parallel.stages=even parallel.strategy=ddp "
+            f"parallel.pp=1 parallel.ranks={len(stages)}"
+        )
+    if (why := why_not(shape, "pp")) or any(sum(sizes) != shape.layers for sizes in stages):
+        raise ValueError(
+            f"{asked}: each replica's stages must have the {shape.layers} layers of the model together"
+            + (f", and models of type {shape.architecture} have no stages: {why}" if why else "")
+        )
+    if (num_ranks := _ranks_of_stages(question.config)) > devices:
+        raise ValueError(
+            f"{asked} are {num_ranks} ranks with tp = {max(1, question.config.parallel.tp)}, but there are {devices} "
+            "devices: use fewer stages or more devices"
+        )
+    if not [*_accumulations(question.config, dp=len(stages), pp=max(map(len, stages)))]:
+        raise ValueError(
+            f"{asked}: train.global_batch = {question.config.train.global_batch} makes no {max(map(len, stages))} or "
+            "more micro-batches a step for them: change train.global_batch, train.micro_batch or parallel.shares"
+        )
+
+
+def _micro_batches(config: RunConfig, *, dp: int, mesh: Mesh) -> Iterator[tuple[int, int]]:
     """Micro-batch sizes, and how many micro-batches of each a replica makes in a step; largest size first."""
-    sequences = config.train.global_batch // dp
-    for size in _micro_batch_sizes(config, sequences):
-        if sequences % size == 0 and accumulation_refusal(config, sequences // size, pp=pp, dp=dp) is None:
-            yield size, sequences // size
+    for size, accumulation in _micro_batch_sizes(config, dp=dp):
+        stages = mesh.stages_per_rank
+        if accumulation_refusal(config, accumulation, pp=mesh.pp, dp=dp, stages=stages) is None:
+            yield size, accumulation
 
 
-def _micro_batch_sizes(config: RunConfig, sequences: int) -> list[int]:
-    asked = config.train.micro_batch
-    return [asked] if asked else [size for size in range(sequences, 0, -1) if sequences % size == 0]
+def _micro_batch_sizes(config: RunConfig, *, dp: int) -> list[tuple[int, int]]:
+    """The sizes to try, and how many a replica makes of each; of unequal shares that are asked for, the largest."""
+    asked, shares, batch = config.train.micro_batch, config.parallel.shares, config.train.global_batch
+    if not isinstance(shares, str):
+        return [(max(shares), batch // sum(shares))]
+    sequences = batch // dp
+    sizes = [asked] if asked else range(sequences, 0, -1)
+    return [(size, sequences // size) for size in sizes if sequences % size == 0]
 
 
 def _savings(config: RunConfig, mesh: Mesh, kind: str) -> Iterator[tuple[Recompute, Offload]]:
@@ -446,7 +517,7 @@ def _ranks_refusal(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str |
 
 def _division_refusal(config: RunConfig, shape: ModelShape, mesh: Mesh) -> str | None:
     """The model's matrices and layers, which tensor and pipeline parallelism divide."""
-    tp, stages = mesh.tp, mesh.pp * config.parallel.pp_stages_per_rank
+    tp, stages = mesh.tp, mesh.pp * mesh.stages_per_rank
     asked: dict[Ability, int] = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp}
     for axis, ranks in asked.items():
         if ranks > 1 and (why := why_not(shape, axis)):
@@ -487,19 +558,33 @@ def _batch_refusal(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str |
     """Micro-batches that the global batch is made of; None if one size of them is possible."""
     dp = _num_ranks(config, inventory, mesh) // mesh.model_ranks
     sequences, asked = config.train.global_batch // dp, config.train.micro_batch
-    if asked and sequences % asked:
+    if (refusal := _shares_refusal(config, dp=dp)) is not None:
+        return refusal
+    if not (sizes := _micro_batch_sizes(config, dp=dp)):
         return (
             f"{sequences} sequences per data-parallel rank (train.global_batch = {config.train.global_batch} / {dp}) "
             f"are not a multiple of train.micro_batch = {asked}: change one of them, or set train.micro_batch=0"
         )
     refusals = [
-        accumulation_refusal(config, sequences // size, pp=mesh.pp, dp=dp)
-        for size in _micro_batch_sizes(config, sequences)
+        accumulation_refusal(config, accumulation, pp=mesh.pp, dp=dp, stages=mesh.stages_per_rank)
+        for _, accumulation in sizes
     ]
     return None if None in refusals else refusals[0]
 
 
-def accumulation_refusal(config: RunConfig, accumulation: int, *, pp: int, dp: int) -> str | None:
+def _shares_refusal(config: RunConfig, *, dp: int) -> str | None:
+    """Shares that are asked for, and do not make up the global batch."""
+    asked, batch = config.parallel.shares, config.train.global_batch
+    if isinstance(asked, str) or (len(asked) == dp and batch % sum(asked) == 0):
+        return None
+    return (
+        f"parallel.shares = {list(asked)} are {len(asked)} shares, {sum(asked)} sequences together: there are {dp} "
+        f"data-parallel replicas, and train.global_batch = {batch} must be a multiple of the shares: change one of "
+        "them, or set parallel.shares=auto"
+    )
+
+
+def accumulation_refusal(config: RunConfig, accumulation: int, *, pp: int, dp: int, stages: int = 1) -> str | None:
     """The number of micro-batches that each replica makes in a step.
 
     1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many. DDP's static
@@ -512,7 +597,7 @@ def accumulation_refusal(config: RunConfig, accumulation: int, *, pp: int, dp: i
             f"train.micro_batch={config.train.global_batch // dp}"
             f"{' and train.batch_schedule=[]' * bool(config.train.batch_schedule)} or parallel.static_graph=false"
         )
-    interleaved = config.parallel.pp_stages_per_rank > 1
+    interleaved = stages > 1
     if accumulation < pp or (interleaved and accumulation % pp):
         need = f"a multiple of {pp}" if interleaved else f"at least {pp}"
         return (

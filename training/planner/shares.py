@@ -8,34 +8,9 @@ because strategies divide the summed loss by the number of targets of all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-MIN_GAIN = 1.05  # of two replicas that differ by 10%; equal CPUs differ by less, and keep equal shares
-AS_FAST = 1.02  # closer predictions count as equal: then a step has as few micro-batches as possible
-ACCUMULATIONS_TRIED = 16
-
-
-@dataclass(frozen=True)
-class Replica:
-    """A data-parallel replica. `speed`: sequences/s that its slowest device computes. `max_micro_batch`: sequences in
-    the largest micro-batch that the smallest memory among its devices holds."""
-
-    device: str
-    speed: float
-    max_micro_batch: int
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Each replica's micro-batch; a step has `accumulation` of them."""
-
-    micro_batches: tuple[int, ...]
-    accumulation: int
-
-    @property
-    def are_equal(self) -> bool:
-        return len(set(self.micro_batches)) == 1
+MIN_GAIN = 1.05  # of moved shares: less is within what steps of equal devices differ by
 
 
 def split_by_speed(num_sequences: int, *, speeds: Sequence[float], max_micro_batches: Sequence[int]) -> tuple[int, ...]:
@@ -67,48 +42,6 @@ def split_by_speed(num_sequences: int, *, speeds: Sequence[float], max_micro_bat
         sizes[i] += 1
     assert sum(sizes) == num_sequences
     return tuple(sizes)
-
-
-def choose_shares(
-    replicas: Sequence[Replica],
-    *,
-    global_batch: int,
-    equal: Shares,
-    step_s: Callable[[Shares], float],
-    possible: Callable[[int], bool] = lambda _: True,
-) -> tuple[Shares, float]:
-    """Return shares in proportion to speed if a step is then MIN_GAIN times as fast, otherwise `equal`; and the gain.
-
-    `possible` says whether a step may have this number of micro-batches: a pipeline needs at least one per stage.
-    """
-    if len({(replica.speed, replica.max_micro_batch) for replica in replicas}) == 1:
-        return equal, 1.0
-    speeds = [replica.speed for replica in replicas]
-    max_micro_batches = [replica.max_micro_batch for replica in replicas]
-    tried = []
-    for accumulation in _accumulations(replicas, global_batch, possible):
-        shares = Shares(
-            split_by_speed(global_batch // accumulation, speeds=speeds, max_micro_batches=max_micro_batches),
-            accumulation,
-        )
-        tried.append((step_s(shares), shares))
-    if not tried:
-        return equal, 1.0
-    soonest = min(seconds for seconds, _ in tried)
-    seconds, shares = next(each for each in tried if each[0] <= AS_FAST * soonest)
-    gain = step_s(equal) / seconds
-    return (shares, gain) if gain >= MIN_GAIN and not shares.are_equal else (equal, 1.0)
-
-
-def _accumulations(replicas: Sequence[Replica], global_batch: int, possible: Callable[[int], bool]) -> Iterable[int]:
-    """Yield possible numbers of micro-batches in a step, fewest first; after the first few, steps only get longer."""
-    smallest, largest = len(replicas), sum(replica.max_micro_batch for replica in replicas)
-    fitting = (
-        n
-        for n in range(1, global_batch // smallest + 1)
-        if global_batch % n == 0 and global_batch // n <= largest and possible(n)
-    )
-    return [n for n, _ in zip(fitting, range(ACCUMULATIONS_TRIED), strict=False)]
 
 
 def largest_that_fits(fits: Callable[[int], bool], at_most: int) -> int:

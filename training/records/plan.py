@@ -7,6 +7,7 @@ Launching needs the same of both: where their ranks are, the command that each o
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -156,6 +157,7 @@ class RankedLayout(Record):
     dp: int
     cp: int = 1
     stages: Stages = ()
+    stages_per_rank: int = 1
     sequence_parallel: bool = False
     reshard_after_forward: bool = True
     reduce_gradients: Reduce = "each"
@@ -175,6 +177,27 @@ class RankedLayout(Record):
     @classmethod
     def _of_earlier_versions(cls, fields: Any) -> Any:
         return with_matmul_share(fields)
+
+    def as_asked(self) -> dict[str, Any]:
+        """Return the fields of the config's section `parallel` that ask for this layout."""
+        fields = {name: getattr(self, name) for name in ("strategy", "tp", "pp", "cp", "offload")}
+        fields |= {"pp_stages_per_rank": self.stages_per_rank, "stages": self.stages or "even"}
+        fields |= {"sequence_parallel": "on" if self.sequence_parallel else "off"}
+        if self.strategy not in IN_SHARDS or self.pp > 1:
+            return fields
+        reshard = "on" if self.reshard_after_forward else "off"
+        return fields | {"reshard_after_forward": reshard, "reduce_gradients": self.reduce_gradients}
+
+
+class DeviceShare(Record):
+    """What a kind of device has in a plan for unlike ones: its ranks, and its fullest rank's micro-batch and memory."""
+
+    device: str
+    ranks: int
+    precision: Precision
+    micro_batch: int
+    memory_gib: float
+    usable_gib: float
 
 
 class Place(NamedTuple):
@@ -202,6 +225,7 @@ def places_of(mesh: Mapping[str, int], stages: Stages) -> list[Place]:
     return [Place(replica, stage, t, c) for stage in pp for replica in dp for c in cp for t in tp]
 
 
+@functools.lru_cache(maxsize=10_000)
 def even_stages(layers: int, stages: int) -> tuple[int, ...]:
     """So many stages of as equal numbers of layers as there can be."""
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
@@ -223,6 +247,7 @@ class RankPlan(Record):
     `config` is what was asked for and the rest what was chosen; ranks follow the latter.
     `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours. Where
     ranks share each sequence there is an axis cp besides, between dp and tp.
+    `stages_per_rank`: pipeline stages of equal layers on each rank; more than 1 are interleaved.
     `stages`: the number of layers of each pipeline stage, by data-parallel replica, where replicas are of unlike shape
     or their stages unequal: ((24,), (10, 14)) is one rank with 24 layers, and a pipeline of two. Then ranks count
     replica by replica, and pp is the longest pipeline. Empty: equal stages of a whole mesh.
@@ -249,6 +274,7 @@ class RankPlan(Record):
     offload: Literal["none", "optimizer", "parameters"]
     activation_checkpointing: Literal["none", "selective", "full"]
     mesh: dict[str, int]
+    stages_per_rank: int = 1
     stages: Stages = ()
     sequence_parallel: bool = False
     reshard_after_forward: bool = True
@@ -267,9 +293,12 @@ class RankPlan(Record):
     @model_validator(mode="before")
     @classmethod
     def _of_versions_without_auto(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict) or "compiled" in fields or not isinstance(fields.get("config"), dict):
+        """Return the fields of a plan for which the config alone said what was compiled, or interleaved."""
+        if not isinstance(fields, dict) or not isinstance(fields.get("config"), dict):
             return fields
-        return fields | {"compiled": fields["config"].get("train", {}).get("compile", False) is True}
+        asked = {section: fields["config"].get(section, {}) for section in ("train", "parallel")}
+        stages_per_rank = max(1, asked["parallel"].get("pp_stages_per_rank", 1))
+        return {"compiled": asked["train"].get("compile", False) is True, "stages_per_rank": stages_per_rank} | fields
 
     def local(self, path: str) -> str:
         """A path of the config as ranks open it."""
@@ -316,7 +345,7 @@ class RankPlan(Record):
 
     def replica_layers(self, replica: int) -> list[range]:
         """The numbers of the layers of each of a replica's pipeline stages; of equal ones the first have one more."""
-        number = self.mesh["pp"] * self.config.parallel.pp_stages_per_rank
+        number = self.mesh["pp"] * self.stages_per_rank
         return layer_numbers(self.stages[replica] if self.stages else even_stages(self.shape.layers, number))
 
     def command(self, module: str, *, run_dir: Path) -> Command:
@@ -342,6 +371,7 @@ class RunPlan(RankPlan):
     `precision_by_device`: the precisions of devices by their names, where they differ.
     `largest_micro_batches`: how far rebalancing may raise each micro-batch. `largest_stages`: to how many layers it may
     lengthen each of `stages`; empty where there are none, and in plans made before layers moved.
+    `by_device`: what each kind of device has, where they are unlike.
     `ranking`: the possible layouts, the chosen one first; at the end some that do not fit.
     `steps_in_time`: how many of them train.target_minutes has time for, as the run's first plan predicted; 0: no limit.
     `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
@@ -357,6 +387,7 @@ class RunPlan(RankPlan):
     precision_by_device: dict[str, Precision] = Field(default_factory=dict)
     largest_micro_batches: tuple[int, ...]
     largest_stages: Stages = ()
+    by_device: tuple[DeviceShare, ...] = ()
     steps: int
     steps_in_time: int = 0
     sequences: int
@@ -381,6 +412,7 @@ class RunPlan(RankPlan):
             "sequence_parallel": "on" if self.sequence_parallel else "off",
             **self._chosen_for_shards(),
             "stages": self.stages or "even",
+            "pp_stages_per_rank": self.stages_per_rank,
             "group_ranks": self.group_ranks,
             "offload": self.offload,
             "ranks": self.world_size,

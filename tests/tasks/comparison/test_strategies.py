@@ -32,7 +32,7 @@ def test_a_strategy_written_in_terms_ignores_the_configs_own_strategy() -> None:
     config = chosen("ddp", parallel__strategy="zero3", parallel__offload="parameters")["ddp"]
     assert (config.parallel.strategy, config.parallel.offload) == ("ddp", "auto")
     config = chosen("zero2", parallel__pp=2, parallel__pp_stages_per_rank=2)["zero2"]
-    assert (config.parallel.pp, config.parallel.pp_stages_per_rank) == (0, 1)
+    assert (config.parallel.pp, config.parallel.pp_stages_per_rank) == (0, 0)
     assert chosen("single,ddp", parallel__ranks=2)["single"].parallel.ranks == 0, (
         "one process, whatever the others have"
     )

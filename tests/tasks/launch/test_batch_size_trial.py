@@ -132,6 +132,40 @@ def test_a_host_lost_in_a_trial_leaves_the_plan_of_the_others(
     assert fits_at_once or sizes[1] < sizes[0]
 
 
+def test_where_no_micro_batch_fits_the_next_layout_that_needs_less_is_tried(
+    tiny_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    machines, shards = inventory(2), TokenShards.read(tiny_shards / "manifest.json")
+    limit_gib, tried = [0.0], list[RunPlan]()
+
+    def launch(module: str, *, plan: RunPlan, run_dir: Path) -> None:
+        tried.append(plan)
+        if sum(plan.predicted.memory_gib.values()) > limit_gib[0]:
+            raise RunFailed("no memory", cause="out of memory", detail="rank 0")
+        TrialMeasured(step_s=0.1, peak_gib=(0.5, 0.5)).write(run_dir / MEASURED)
+
+    def trial_of(name: str, **settings: Any) -> RunPlan:
+        config = tiny_config(train__micro_batch=1, train__micro_batch_trial="always", model__width=256, **settings)
+        tried.clear()
+        with tracked(config, run_id=name, tags={}) as run:
+            plan = planning.write_plan(config, run=run, inventory=machines, shards=shards, shards_dir=tiny_shards)
+            limit_gib[0] = min(each.memory_gib for each in plan.ranking) if name == "open" else 0.0
+            return batch_size_trial.confirmed(plan, run=run, inventory=machines)
+
+    monkeypatch.setattr(batch_size_trial.programs, "run_program", launch)
+    plan = trial_of("open")
+    needed = [sum(each.predicted.memory_gib.values()) for each in tried]
+    assert needed == sorted(needed, reverse=True)
+    assert len(set(needed)) == len(needed) > 1
+    assert tried[-1].strategy == plan.strategy
+    assert (plan.config.parallel.strategy, plan.ranking[0].strategy) == ("auto", plan.strategy)
+    assert any(reason.startswith("layout: chosen by trial, because") for reason in plan.reasons)
+    with pytest.raises(RunFailed, match="no other layout of the plan's ranking needs less memory"):
+        trial_of("pinned", parallel__strategy="ddp", train__activation_checkpointing="none", train__steps=9)
+
+
 def test_compiled_layers_that_a_trial_fails_with_are_not_compiled(
     tiny_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

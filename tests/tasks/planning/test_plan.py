@@ -200,3 +200,29 @@ def test_eager_layers_get_the_micro_batch_that_fits_them(tmp_path: Path, tiny_sh
     assert (compiled.compiled, eager.compiled) == (True, False)
     assert (eager.micro_batch, eager.predicted) == (asked.micro_batch, asked.predicted)
     assert eager.micro_batch < compiled.micro_batch
+
+
+def test_hosts_that_a_plan_leaves_idle_stay_idle(
+    tmp_path: Path, tiny_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a resume, in a trial, and when another of its hosts is lost; without any of its own hosts they are used."""
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
+    rates = {"slow": 0.001, "first": 0.08, "second": 0.08}
+    hosts = []
+    for name, rate in rates.items():
+        (host,) = inventory(1).hosts
+        device = host.devices[0].model_copy(update={"matmul_tflops": {"fp32": rate}, "memory_gb_per_s": 1000 * rate})
+        network = {"network_gb_per_s": 10.0, "network_latency_us": 1.0, "compile_lacks": ""}
+        hosts.append(host.model_copy(update={"name": name, "devices": (device,), **network}))
+    slow, first, second = hosts
+    machines = Inventory(hosts=tuple(hosts))
+    before = planned(tmp_path / "run", tiny_shards, micro_batch=0, strategy="auto", global_batch=256, hosts=machines)
+    assert (before.hosts, before.idle_hosts) == (("first", "second"), ("slow",))
+    again = without_compile(before, inventory=Inventory(hosts=(first, second)), why="a trial failed")
+    assert (again.hosts, again.idle_hosts) == (before.hosts, before.idle_hosts)
+    assert replan(tmp_path / "run", inventory=machines, why="no change") == before
+    now = replan(tmp_path / "run", inventory=Inventory(hosts=(slow, second)), why="first is away")
+    assert (now.hosts, now.idle_hosts) == (("second",), ("slow",))
+    assert replan(tmp_path / "run", inventory=machines, why="first came back") == before
+    alone = replan(tmp_path / "run", inventory=Inventory(hosts=(slow,)), why="only this one is left")
+    assert (alone.hosts, alone.idle_hosts) == (("slow",), ())

@@ -22,6 +22,10 @@ def device(name: str, kind: str = "cuda") -> Device:
     return Device.model_validate({"kind": kind, "name": name, "memory_gib": 80})
 
 
+FIRST = "hypothetical-0"
+RANKS = {FIRST: 8, "hypothetical-1": 4}
+
+
 def two_kinds() -> Inventory:
     return hypothetical_inventory("1x8xH100-80GB-SXM,400Gb+1x4xA100-80GB-SXM")
 
@@ -46,14 +50,16 @@ def test_the_longest_match_of_whole_words_counts_and_then_the_kind(found: Device
 
 def test_the_price_of_an_hour_is_that_of_the_devices_in_use() -> None:
     prices = PricesConfig(per_device_hour={"H100": 2.5, "A100": 1.5})
-    assert price_per_hour(prices, two_kinds(), (8, 4)) == (8 * 2.5 + 4 * 1.5, "")
-    assert price_per_hour(prices, two_kinds(), (8,)) == (20.0, "")
-    assert price_per_hour(PricesConfig(), two_kinds(), (8, 4)) == (None, ""), "nobody asked"
-    assert price_per_hour(PricesConfig(per_device_hour={"cuda": 0}), two_kinds(), (8, 4)) == (0.0, "")
+    assert price_per_hour(prices, two_kinds(), RANKS) == (8 * 2.5 + 4 * 1.5, "")
+    assert price_per_hour(prices, two_kinds(), {FIRST: 8}) == (20.0, "")
+    assert price_per_hour(PricesConfig(), two_kinds(), RANKS) == (None, ""), "nobody asked"
+    assert price_per_hour(PricesConfig(per_device_hour={"cuda": 0}), two_kinds(), RANKS) == (0.0, "")
 
 
 def test_a_device_without_a_price_makes_the_cost_unknown_and_is_named() -> None:
-    config = tiny_config(prices__per_device_hour={"H100": 2.5}, train__global_batch=12, train__micro_batch=0)
+    config = tiny_config(
+        prices__per_device_hour={"H100": 2.5}, train__global_batch=12, train__micro_batch=0, parallel__strategy="ddp"
+    )
     plan = plan_run(config, inventory=two_kinds())
     assert (plan.price_per_hour, plan.cost) == (None, None)
     assert plan.reasons[-1] == "cost unknown: prices.per_device_hour has no price for A100-80GB-SXM (cuda)"

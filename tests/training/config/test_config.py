@@ -71,7 +71,7 @@ COMBINATIONS = [
     ),
     (
         {"parallel__strategy": "fsdp", "parallel__stages": ((4,), (2, 2))},
-        "with parallel.strategy=fsdp, pp=0, pp_stages_per_rank=1: stages of given sizes run with ddp",
+        "with parallel.strategy=fsdp, pp=0, pp_stages_per_rank=0: stages of given sizes run with ddp",
     ),
     ({"parallel__pp_stages_per_rank": 2}, "pp_stages_per_rank = 2 needs a pipeline: set parallel.pp above 1"),
     (

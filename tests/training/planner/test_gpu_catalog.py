@@ -142,6 +142,8 @@ def test_unlike_hosts_share_the_slower_network() -> None:
     assert [(host.devices[0].name, len(host.devices)) for host in made.hosts] == [("A100-80GB-SXM", 8), ("RTX-3090", 4)]
     assert made.hosts[0].network_gb_per_s == made.hosts[1].network_gb_per_s == pytest.approx(23)
     assert made.hosts[1].allreduce_gb_per_s < 20  # PCIe: a bridge joins two of the four
+    made = hypothetical_inventory("1x8xA100-80GB-SXM,1.5TiB,200Gb+1x4xRTX-3090,100Gb, 64GiB")
+    assert [(host.memory_gib, host.network_gb_per_s) for host in made.hosts] == [(1536, 23), (64, 11.5)]
 
 
 def test_a_host_alone_needs_no_network() -> None:
@@ -157,7 +159,7 @@ def test_a_host_alone_needs_no_network() -> None:
         ("8xT4", "is not HOSTSxGPUSxNAME,NETWORK"),
         ("0x8xT4", "no hosts or no GPUs"),
         ("2x8xT4", "need a network"),
-        ("2x8xT4,fast", "such as 400Gb, 8x400Gb or 100Mb"),
+        ("2x8xT4,fast", "such as 400Gb, 8x400Gb or 100Mb; and memory, if you give it, as 64GiB"),
         ("2x8xT4,400GB", "write 3200Gb if you mean that, or 400Gb for 400 gigabits/s"),
         ("1x8xMI300X", "'MI300X' is none of NVIDIA's GPUs"),
         ("1x8xRadeon-RX-7900", "is none of NVIDIA's GPUs"),

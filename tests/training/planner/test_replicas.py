@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tasks.planning.describe import describe_plan
 from tests.support.configs import inventory, tiny_config
 from training.config.run import RunConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
@@ -50,6 +51,44 @@ def test_unlike_hosts_get_unequal_shares_and_the_plan_says_why() -> None:
     )
     computing = [sum(each.predicted.step_s.get(part, 0.0) for part in COMPUTING) for each in (plan, equal)]
     assert computing[1] == pytest.approx(1.5 * computing[0], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("rates", "sizes"),
+    [
+        ((0.100, 0.107), (8, 8)),  # the noise of like CPUs
+        ((0.100, 0.130), (7, 9)),
+        ((0.2, 0.2, 0.2, 0.1), (5, 5, 4, 2)),
+    ],
+)
+def test_devices_that_measure_alike_keep_equal_shares(rates: tuple[float, ...], sizes: tuple[int, ...]) -> None:
+    config = tiny_config(train__global_batch=16, train__micro_batch=0, parallel__strategy="ddp")
+    plan = make_plan(config, unlike(*rates))
+    assert (plan.micro_batches, plan.accumulation) == (sizes, 1)
+
+
+def test_figures_of_unlike_devices_are_said_by_kind() -> None:
+    """The ranking has the shares' speed, so that no other one stands beside it."""
+    hosts = hypothetical_inventory("1x4xA100-80GB-SXM,400Gb+1x4xRTX-3090,400Gb")
+    config = RunConfig.model_validate(
+        {
+            "model": {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 4, "mlp_width": 5632},
+            "train": {"context": 4096, "global_batch": 512, "compile": False},
+        }
+    )
+    plan = make_plan(config, hosts)
+    said = dict(describe_plan(plan))
+    speeds = re.findall(r"([\d,]+) tokens/s predicted", " ".join(plan.reasons))
+    assert {*speeds, said["speed"].split(" ")[0]} == {f"{plan.predicted.tokens_per_s:,.0f}"}
+    assert plan.ranking[0].tokens_per_s == pytest.approx(plan.predicted.tokens_per_s)
+    for share in plan.by_device:
+        assert (
+            f"{share.memory_gib:.2f} of {share.usable_gib:.2f} GiB on {share.ranks} x {share.device}"
+            in said["memory per rank"]
+        )
+        assert share.memory_gib <= share.usable_gib
+    assert [share.device for share in plan.by_device] == ["A100-80GB-SXM", "RTX-3090"]
+    assert "of the measured" not in said["speed"]
 
 
 def test_a_device_that_the_model_does_not_fit_on_is_named_with_the_bytes() -> None:
@@ -107,7 +146,7 @@ def test_ranks_of_one_cpu_share_its_cores_and_so_the_chances_of_a_measurement() 
 def test_a_replica_is_as_fast_as_its_slowest_device() -> None:
     """dp lies between pp and tp: with tp replica 0 is hosts 0 and 1, with pp hosts 0 and 2; one of them is slow."""
     config = tiny_config(train__global_batch=24, train__micro_batch=0, parallel__tp=2, parallel__strategy="ddp")
-    assert make_plan(config, unlike(0.2, 0.2, 0.2, 0.1)).micro_batches == (16, 8)
+    assert make_plan(config, unlike(0.2, 0.2, 0.2, 0.1)).micro_batches == (15, 9), "sums take both as long"
     config = tiny_config(train__global_batch=24, train__micro_batch=0, parallel__pp=2, parallel__strategy="ddp")
     plan = make_plan(config, unlike(0.2, 0.1, 0.2, 0.2))
     assert (plan.micro_batches, plan.accumulation) == ((8, 4), 2)
@@ -179,10 +218,8 @@ def test_two_small_devices_are_a_replica_beside_one_that_holds_the_model() -> No
     gain = plan.predicted.tokens_per_s / even.predicted.tokens_per_s
     assert gain > 1.05
     (why,) = (reason for reason in plan.reasons if reason.startswith("strategy ddp: cpu alone, cpu in stages of"))
-    assert f"of one shape the fastest is {even.strategy}" in why
-    assert f"{gain - 1:.1%} slower" in why
+    assert ": the fastest that fits, " in why
     assert plan.ranking[0].stages == plan.stages
-    assert not plan.ranking[1].stages
 
 
 def test_where_every_device_holds_the_model_replicas_stay_of_one_shape() -> None:
@@ -212,8 +249,8 @@ def test_layers_of_a_pipeline_follow_the_speed_of_its_devices() -> None:
     machines = Inventory(hosts=(machines.hosts[0].model_copy(update={"devices": (first,)}), *machines.hosts[1:]))
     plan = make_plan(tiny_config(**LARGE), machines)
     assert (plan.mesh, plan.stages) == ({"pp": 3, "dp": 1, "tp": 1}, ((4, 2, 2),))
-    (why,) = (reason for reason in plan.reasons if "cpu in stages of 4 + 2 + 2 layers" in reason)
-    assert "replicas of one shape do not fit: ddp: the model does not fit on cpu of host" in why
+    assert any("cpu in stages of 4 + 2 + 2 layers" in reason for reason in plan.reasons)
+    assert any(reason.startswith("does not fit: ddp dp 3") for reason in plan.reasons)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +286,6 @@ def test_a_large_output_layer_takes_layers_from_the_last_stage_of_equal_devices(
     (sizes,) = plan.stages
     assert (plan.mesh, sum(sizes)) == ({"pp": 4, "dp": 1, "tp": 1}, 16)
     assert sizes[-1] < min(sizes[:-1])
-    assert any("of equal stages, or none, the fastest is ddp pp 4" in reason for reason in plan.reasons)
     even = make_plan(RunConfig.model_validate(settings | {"parallel": {"stages": "even"}}), hosts)
     assert plan.predicted.tokens_per_s > 1.05 * even.predicted.tokens_per_s
 

@@ -79,6 +79,34 @@ def test_offload_is_taken_where_it_is_faster_and_the_host_has_room() -> None:
     assert without_room.offload == "none"
 
 
+def test_what_a_refusal_counts_adds_up_and_its_cures_help() -> None:
+    """8B on one small GPU: offloaded, it lacks host memory; pinned to ddp on eight, another layout would fit."""
+    with pytest.raises(ValueError, match="does not fit in the memory of hypothetical-0") as refused:
+        planned(LLAMA_8B, "1x1xRTX-4090,64GiB")
+    why = str(refused.value)
+    assert "zero3" not in why
+    assert "train.micro_batch" not in why
+    numbers = re.findall(r"([\d.]+) GiB, ([\d.]+) GiB usable \(90% of ([\d.]+)\), ([\d.]+) GiB too few", why)[0]
+    needed, usable, memory, missing = map(float, numbers)
+    assert (memory, usable) == (64.0, 57.6)
+    assert needed - usable == pytest.approx(missing, abs=0.11)
+    (wanted,) = re.findall(r"too few: use hosts with (\d+) GiB of memory", why)
+    assert planned(LLAMA_8B, f"1x1xRTX-4090,{int(wanted) + 1}GiB").offload == "parameters"
+    cure = r"too few: leave the layout to the plan \(.* fits\), or a smaller model"
+    with pytest.raises(ValueError, match=cure) as refused:
+        planned(LLAMA_8B, "1x8xRTX-4090", strategy="ddp")
+    numbers = r"= ([\d.]+) GiB per rank .* \((weights .*?)\), ([\d.]+) GiB usable, ([\d.]+) GiB too"
+    ((needed, parts, usable, missing),) = re.findall(numbers, str(refused.value))
+    assert sum(float(part.rsplit(" ", 1)[1]) for part in parts.split(", ")) == pytest.approx(float(needed), abs=0.5)
+    assert float(needed) - float(usable) == pytest.approx(float(missing), abs=0.11)
+
+
+def test_a_layout_that_fills_the_memory_is_taken_only_where_nothing_is_near() -> None:
+    """8B at 8,192 tokens on 8 H100: one that needs less is as fast within 2%."""
+    plan = planned(LLAMA_8B, "1x8xH100-80GB-SXM", context=8192)
+    assert sum(plan.predicted.memory_gib.values()) <= 0.9 * plan.ranking[0].usable_gib
+
+
 def test_weights_stay_gathered_and_gradients_whole_where_that_is_faster_and_fits() -> None:
     """Gathered and reduced once a step instead of in each micro-batch, for 2 and 4 bytes of each parameter."""
     how: dict[str, Any] = {"machines": "2x8xA100-80GB-SXM,8x200Gb", "strategy": "fsdp"}
@@ -277,6 +305,23 @@ def test_the_arithmetic_adds_up() -> None:
     assert predicted.mfu < predicted.matmul_share
 
 
+def test_interleaved_stages_are_tried_where_a_pipeline_would_idle() -> None:
+    """405B on 1,024 H100, with 1,024 sequences a step; what was chosen can be pinned, and so can one stage a rank."""
+    model = {**LLAMA_70B, "layers": 126, "width": 16384, "heads": 128, "mlp_width": 53248}
+    how: dict[str, Any] = {"machines": "128x8xH100-80GB-SXM,8x400Gb", "batch": 1024}
+    plan = planned(model, **how)
+    assert plan.mesh["pp"] * plan.stages_per_rank > plan.mesh["pp"] > 1
+    assert len(plan.replica_layers(0)) == plan.mesh["pp"] * plan.stages_per_rank
+    again = planned(model, **how, **plan.chosen["parallel"])
+    assert (again.mesh, again.stages_per_rank) == (plan.mesh, plan.stages_per_rank)
+    plain = planned(model, **how, pp_stages_per_rank=1)
+    assert plain.stages_per_rank == 1
+    assert plain.predicted.step_ms > plan.predicted.step_ms
+    earlier = plan.model_dump(mode="json", exclude={"stages_per_rank"})
+    earlier["config"]["parallel"] |= {"pp": 16, "pp_stages_per_rank": 2}
+    assert RunPlan.model_validate_json(json.dumps(earlier)).stages_per_rank == 2
+
+
 def test_a_slow_network_costs_those_who_talk_over_it() -> None:
     networks = ("8x200Gb", "1Gb")
     fast, slow = (planned(LLAMA_1B, f"2x8xA100-80GB-SXM,{network}", strategy="fsdp") for network in networks)
@@ -303,7 +348,8 @@ def test_hosts_behind_a_slow_network_are_left_idle_and_what_sends_less_is_named(
     plan, alone = planned(LLAMA_1B, slow), planned(LLAMA_1B, "1x8xA100-80GB-SXM")
     assert (plan.hosts, plan.idle_hosts) == (("hypothetical-0",), ("hypothetical-1",))
     assert plan.predicted.step_ms == alone.predicted.step_ms
-    assert any(reason.startswith("hosts: 1 of 2 make") and reason.endswith(": taken") for reason in plan.reasons)
+    (why,) = (reason for reason in plan.reasons if reason.startswith("hosts: 1 of 2 (8 A100-80GB-SXM) make"))
+    assert why.endswith(": taken; idle: hypothetical-1")
     (why,) = (reason for reason in plan.reasons if reason.startswith("all hosts would make, sending less:"))
     assert "parallel.strategy=local-sgd" in why
     assert "compression=powersgd" in why
@@ -311,6 +357,32 @@ def test_hosts_behind_a_slow_network_are_left_idle_and_what_sends_less_is_named(
     asked = planned(LLAMA_1B, slow, strategy="ddp")
     assert asked.idle_hosts == ()
     assert any("parallel.ranks=8 would take them" in reason for reason in asked.reasons)
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow", "network", "is_taken"),
+    [
+        ("8xH100-80GB-SXM", "8xV100-32GB-SXM", "25Gb", False),
+        ("4xA100-80GB-SXM", "4xRTX-3090", "1Gb", False),
+        ("4xA100-80GB-SXM", "4xRTX-3090", "400Gb", True),
+    ],
+)
+@pytest.mark.parametrize("is_slow_first", [False, True])
+def test_unlike_hosts_take_part_only_where_they_add_speed(
+    fast: str, slow: str, network: str, is_taken: bool, is_slow_first: bool
+) -> None:
+    """Both figures are said, whichever wins; the machine alone is planned as it would be without the others."""
+    hosts = [f"1x{each},{network}" for each in ([slow, fast] if is_slow_first else [fast, slow])]
+    plan, alone = planned(LLAMA_1B, "+".join(hosts)), planned(LLAMA_1B, f"1x{fast}")
+    speeds = [f"{each.predicted.tokens_per_s:,.0f} tokens/s" for each in (plan, alone)]
+    (why,) = (reason for reason in plan.reasons if reason.startswith("hosts: "))
+    assert all(speed in why for speed in speeds)
+    assert plan.predicted.tokens_per_s >= alone.predicted.tokens_per_s
+    names = (f"hypothetical-{int(is_slow_first)}", f"hypothetical-{int(not is_slow_first)}")
+    assert (set(plan.hosts), plan.idle_hosts) == ((set(names), ()) if is_taken else ({names[0]}, names[1:]))
+    if not is_taken:
+        assert f"idle: {names[1]}" in why
+        assert (plan.describe_precision, plan.mesh) == (alone.describe_precision, alone.mesh)
 
 
 def test_a_hundred_thousand_gpus_are_a_few_unlike_ones() -> None:
