@@ -100,9 +100,6 @@ MEGATRON = CostModel(
     TimeCosts(
         passes=1.1,  # fused kernels: 22 h + 16 h bytes moved for 34 h kept
         skips_masked=False,
-        attention_share=0.6,
-        ops=25,
-        op_us=6,
         scatters_boundary=True,
         update_bytes=36,
     ),
@@ -120,13 +117,9 @@ TITAN = CostModel(
     MemoryCosts(
         logit_bytes=14,  # 12 compiled: fitted
     ),
-    TimeCosts(
-        attention_share=0.45,
-        ops=70,
-        op_us=6,
-    ),
+    TimeCosts(),
 )
-COMPILED = TITAN.replaced(passes=1.6, ops=20, logit_bytes=12)
+COMPILED = TITAN.replaced(passes=1.6, logit_bytes=12)
 MPT = CostModel(
     Program(
         kept=Kept(whole=10, split=8, kv=0, mlp=4),
@@ -139,16 +132,12 @@ MPT = CostModel(
     ),
     TimeCosts(
         passes=2.0,
-        attention_share=0.42,  # fitted; on H100, for which its kernels were not made, 0.32
-        ops=40,
-        op_us=6,
     ),
 )
 NEMO = MEGATRON.replaced(  # Transformer Engine, fused attention, all communication overlapped
     kept=Kept(whole=10, split=8, kv=0, mlp=4),
     sequence_parallel=True,
     skips_masked=True,
-    attention_share=0.5,
     tp_exposed=0.5,
     hides_update=True,
 )
@@ -161,16 +150,16 @@ COST_MODELS: dict[str, CostModel] = {
     "zero3": MEGATRON.replaced(gather_bytes=2),
     "titan": TITAN,
     "titanc": COMPILED,
-    "titan8": COMPILED.replaced(attention_share=TITAN.time.attention_share / FP8_GAIN),  # attention stays in bf16
+    "titan8": COMPILED,
     "mpt": MPT,
     "mpt16": MPT.replaced(weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, reduce_bytes=2),
-    "mpth": MPT.replaced(attention_share=0.32),
-    "mpth8": MPT.replaced(attention_share=0.32 / FP8_GAIN),
-    "tinyl": COMPILED.replaced(ops=40),  # hand-written fused kernels
+    "mpth": MPT,
+    "mpth8": MPT,
+    "tinyl": COMPILED,
     "nemo": NEMO,
-    "nemo8": NEMO.replaced(attention_share=NEMO.time.attention_share / FP8_GAIN),
+    "nemo8": NEMO,
     "maxtext": COMPILED.replaced(products_kept=0.25),  # only a layer's queries, keys and values
-    "maxtext8": COMPILED.replaced(products_kept=0.25, attention_share=TITAN.time.attention_share / FP8_GAIN),
+    "maxtext8": COMPILED.replaced(products_kept=0.25),
 }
 COST_MODELS |= dict.fromkeys(("titan8r", "titanmx", "titanmxr"), COST_MODELS["titan8"])
 COST_MODELS |= dict.fromkeys(("bridge8", "bridgemx"), COST_MODELS["nemo8"])
