@@ -77,6 +77,7 @@ MACHINES: dict[str, tuple[str, str, float]] = {
     "GB300": ("GB300-288GB", "64x800Gb", H100_OF_NVIDIA),
     "B200L": ("B200-180GB-SXM", "8x400Gb", B200_LIMITED),
 }
+POWER = {"H100T": H100_AT_500W / H100, "B200L": B200_LIMITED / H100}  # of GPUs whose power is limited
 MEMORY_GB_PER_S = {"H100T": 0.88 * 2400}
 FP8_GAIN = 1.5  # rate of a layer's products divided by that in bf16: fitted
 ZERO3_NETWORK = 0.095  # share of the network's rate that DeepSpeed ZeRO-3 reached in 2021: fitted
@@ -335,7 +336,10 @@ def _as_planned(row: Row) -> PlannedRow:
         global_batch=row.global_batch,
         layout=replace(layout_of(row), sequence_parallel=row.tp > 1),
         step_s=rate_s * time_ratio(row),
-        traits=replace(traits_of(row.program), is_compiled=row.program != "titan"),
+        traits=replace(
+            traits_of(row.program), is_compiled=row.program != "titan", fuses_norms=row.program != "titan"
+        ),
+        power=POWER.get(row.machines, 1.0),
     )
 
 

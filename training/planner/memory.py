@@ -60,7 +60,11 @@ def _layers_and_stages(job: Job, layout: Layout, *, stage: int) -> tuple[Sequenc
     if layout.at is not None:
         return layout.stages[layout.at[0]], range(stage, stage + 1)
     num_stages = layout.pp * layout.stages_per_rank
-    return even_stages(job.shape.layers, num_stages), range(stage, num_stages, layout.pp)
+    ends = 1 if layout.counts_ends and num_stages > 1 else 0
+    first, *others = even_stages(job.shape.layers + 2 * ends, num_stages)
+    layers = [first - ends, *others] if others else [first]
+    layers[-1] -= ends
+    return layers, range(stage, num_stages, layout.pp)
 
 
 def _optimizer_bytes(job: Job, layout: Layout, model: CostModel, *, stage: int, parameters: float) -> float:

@@ -84,7 +84,8 @@ def step_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, num_
     if layout.pp > 1:
         others_s = (layout.pp - 1) * (slowest.seconds + tp_comm)
         if layout.at is None:  # all but the first and the last stage are as long as the first
-            others_s = (layout.pp - 1) * (stages[0].seconds + tp_comm) + stages[-1].seconds - slowest.seconds
+            middle = max(stages[:-1], key=lambda stage: stage.seconds) if layout.counts_ends else stages[0]
+            others_s = (layout.pp - 1) * (middle.seconds + tp_comm) + stages[-1].seconds - slowest.seconds
         parts["pipeline bubble"] = others_s / layout.stages_per_rank
         parts["pp exposed"] = pp_s(job, layout, model, cluster)
     parts["dp exposed"] = dp_s(job, layout, model, cluster, num_shards=num_shards, slowest=slowest)
