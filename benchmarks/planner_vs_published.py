@@ -300,6 +300,7 @@ FAMILIES = {
     "NVIDIA": ("D1", "D2", "D3", "D4", "D5", "DG", "NE", "NL", "B0", "B1", "B2"),
     "MaxText": ("DM",),
 }
+NO_SP = {"megatron21", "megatron21l", "megatron22"}
 IN_MXFP8 = {"titanmx", "titanmxr", "bridgemx"}
 
 
@@ -334,7 +335,7 @@ def _as_planned(row: Row) -> PlannedRow:
         precision="fp16" if row.machines == "V100" else precision,
         context=row.context,
         global_batch=row.global_batch,
-        layout=replace(layout_of(row), sequence_parallel=row.tp > 1),
+        layout=replace(layout_of(row), sequence_parallel=row.tp > 1 and row.program not in NO_SP),
         step_s=rate_s * time_ratio(row),
         traits=replace(
             traits_of(row.program), is_compiled=row.program != "titan", fuses_norms=row.program != "titan"

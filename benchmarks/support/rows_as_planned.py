@@ -124,6 +124,9 @@ TRAITS = {
 }
 
 
+WHOLE_SEQUENCES = ("megatron21", "megatron22")  # of Megatron-LM before sequence parallelism; megatron22s has it
+
+
 def traits_of(program: str, kernel: str = "", *, fp32_gradients: bool = False) -> Traits:
     found = next((traits for name, traits in TRAITS.items() if program.startswith(name)), Traits())
     return found.of_row(kernel, fp32_gradients=fp32_gradients)
@@ -243,7 +246,7 @@ def _read(row: Mapping[str, Any]) -> PlannedRow:
         recompute=row["recompute"],
         offload=row.get("offload") or "none",
         stages_per_rank=row.get("stages_per_rank", 1),
-        sequence_parallel=tp > 1 and row.get("sequence_parallel") is not False,
+        sequence_parallel=tp > 1 and row.get("sequence_parallel", not row["program"].startswith(WHOLE_SEQUENCES)),
     )
     machine = (row["gpu"], gpus, here, network)
     return planned_row(

@@ -34,10 +34,12 @@ def stage_layers(job: Job, layout: Layout, *, stage: int) -> int:
 
 
 def stages_with_most(job: Job, layout: Layout) -> Sequence[int]:
-    """The stages of ranks that may have most; of like layers the first and the last."""
+    """The stages of ranks that may have most, in order; of like layers the first and the last."""
     if layout.at is not None:
         return [layout.at[1]]
-    return range(layout.pp) if len(job.shape.sizes.layers) > 1 else sorted({0, layout.pp - 1})
+    if len(job.shape.sizes.layers) > 1 or layout.counts_ends:
+        return range(layout.pp)
+    return sorted({0, layout.pp - 1})
 
 
 def stage_parameters(job: Job, layout: Layout) -> float:

@@ -28,6 +28,7 @@ BUCKET_BYTES = 25 * 2**20
 # Half a wave of a GPU's tiles: 120 processors (A100 108, H100 132), each of which makes 128 x 256 numbers at a time. A
 # product's last wave is half full on average (NVIDIA, Matrix Multiplication Background User's Guide, "Wave
 # Quantization").
+FILL = 0.0
 HALF_WAVE = 120 / 2 * 128 * 256
 FP8_CAST_BYTES = 4.0  # read 2, write 1, write it transposed 1
 HALF_CONTEXT = 350  # tokens, for which causal attention reaches half of its rate: Shah et al. 2024, arXiv:2407.08608
@@ -82,10 +83,10 @@ def step_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, num_
         "cp exposed": n * cp_comm,
     }
     if layout.pp > 1:
-        others_s = (layout.pp - 1) * (slowest.seconds + tp_comm)
-        if layout.at is None:  # all but the first and the last stage are as long as the first
-            middle = max(stages[:-1], key=lambda stage: stage.seconds) if layout.counts_ends else stages[0]
-            others_s = (layout.pp - 1) * (middle.seconds + tp_comm) + stages[-1].seconds - slowest.seconds
+        others = [stage.seconds for stage in stages if stage is not slowest]
+        # of like stages only the first and the last were computed; all but the last are as long as the first
+        others += [stages[0].seconds] * (layout.pp - 1 - len(others))
+        others_s = sum(others) + (layout.pp - 1) * tp_comm
         parts["pipeline bubble"] = others_s / layout.stages_per_rank
         parts["pp exposed"] = pp_s(job, layout, model, cluster)
     parts["dp exposed"] = dp_s(job, layout, model, cluster, num_shards=num_shards, slowest=slowest)
@@ -156,7 +157,7 @@ def product_s(rows: float, inner: float, columns: float, job: Job, model: CostMo
     results = rows * columns + (HALF_WAVE if cluster.kind == "cuda" else 0)
     factor_bytes = job.width_bytes if job.precision != "fp8" else 1 + FP8_CAST_BYTES
     moved = factor_bytes * (rows * inner + inner * columns) + job.width_bytes * rows * columns
-    return 2 * results * inner / (model.time.sustained * cluster.matmul_tflops * 1e12) + moved / (
+    return 2 * results * (inner + (FILL if cluster.kind == "cuda" else 0)) / (model.time.sustained * cluster.matmul_tflops * 1e12) + moved / (
         cluster.memory_gb_per_s * 1e9
     )
 
