@@ -28,7 +28,6 @@ CPU_ATTENTION = 0.34  # of the rate of fp32 products, in any precision: 80 of 23
 # (Shah et al. 2024, figure 6). Before Ampere torch's memory-efficient kernel, about half of that (figure 4). On
 # Blackwell cuDNN's, whose share is assumed to be that on an H100: 520 of 791 (Shah et al. 2024).
 ATTENTION = {"7": 0.35, "8": 0.70, "9": 0.41, "10": 0.66, "12": 0.70}
-CONGESTED_HOSTS = 1e9
 CPU_SCALING = 0.9  # of n times a core's rate, for n threads of one process (2 threads: 1.8, docs/planning.md)
 PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of PCIe 4
 HOST_ADAM_GB_PER_S = 20.0  # bytes that an optimizer on the host moves
@@ -55,6 +54,8 @@ class Ring:
     def all_reduce_s(self, num_bytes: float, ranks: int, *, calls: float = 1) -> float:
         if ranks == 1:
             return 0.0
+        if any(self.hops[:2]) and not self.hops[2]:  # in a host large sums go around a ring twice
+            return 2 * self.gather_s(num_bytes, ranks, calls=calls)
         return 2 * (ranks - 1) / ranks * num_bytes / self.gb_per_s / 1e9 + calls * self.latency_us / 1e6
 
     def gather_s(self, num_bytes: float, ranks: int, *, calls: float = 1) -> float:
@@ -123,7 +124,6 @@ class Cluster:
         if per_host > 1 and stride < per_host:
             gb_per_s = min(gb_per_s, self.inside.gb_per_s)
         num_hosts = min(ranks, -(-ranks * stride // per_host))
-        gb_per_s /= 1 + num_hosts / CONGESTED_HOSTS
         return Ring(gb_per_s, self.network.latency_us, self._hops(ranks, num_hosts=num_hosts))
 
     def _hops(self, ranks: int, *, num_hosts: int) -> tuple[int, int, int]:
