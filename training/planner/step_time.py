@@ -266,8 +266,7 @@ def dp_s(
 ) -> float:
     """Seconds of data parallelism's gathers and reductions that computing does not hide.
 
-    ddp hides in the last micro-batch's backward; fsdp and ZeRO-3 in every pass that gathers or reduces, but for the
-    first layer's gather and the last one's reduction; a pipeline reduces after its schedule. Groups add up in hsdp's
+    ddp hides in the last micro-batch's backward; fsdp and ZeRO-3 in every pass that gathers or reduces; a pipeline reduces after its schedule. Groups add up in hsdp's
     last backward, and agree after local-sgd's update.
     """
     if layout.gradient_ranks == 1:
@@ -291,21 +290,21 @@ def dp_s(
     hides = model.time.hides if layout.pp == 1 and not layout.stages else 0.0
     forward_hides, backward_hides = hides * slowest.forward.seconds, hides * (slowest.recompute + slowest.backward).seconds
     if not sharing.reduces_each:
-        return _exposed(reduce, backward_hides, model, layers) + across
+        return _exposed(reduce, backward_hides, model) + across
     gathering = 1 if layout.gathers_once else layout.accumulation  # micro-batches that do
     reducing = 1 if layout.reduces_once else layout.accumulation
-    exposed = gathering * _exposed(gathered, forward_hides, model, layers)
-    exposed += reducing * _exposed(again + reduce, backward_hides, model, layers)
-    exposed += (layout.accumulation - reducing) * _exposed(again, backward_hides, model, layers)
+    exposed = gathering * _exposed(gathered, forward_hides, model)
+    exposed += reducing * _exposed(again + reduce, backward_hides, model)
+    exposed += (layout.accumulation - reducing) * _exposed(again, backward_hides, model)
     return exposed + max(0.0, across - max(0.0, backward_hides - again - reduce))
 
 
-def _exposed(communication: float, hides: float, model: CostModel, layers: int) -> float:
+def _exposed(communication: float, hides: float, model: CostModel) -> float:
     """Seconds of communication that computing does not hide.
 
-    At least the first layer's are exposed, and hidden communication slows computing by its contention.
+    What is hidden slows computing by its contention.
     """
-    return max(communication - hides, communication / layers, model.time.contention * communication)
+    return max(communication - hides, model.time.contention * communication)
 
 
 # Updating
