@@ -56,7 +56,7 @@ from training.records.plan import NOT_ALLOCATED, ModelShape
 # GPU, network of a host as the sources say (A100S, A100I: assumed), and the share of the hypothetical host's rate of
 # matrix products that whole steps sustain: fitted, one number for A100, one for H100, one for H100 limited to 500 W,
 # one for H100 under NVIDIA's own programs, one for a B200 whose power was limited (torchao does not say to what).
-A100, H100, H100_AT_500W, H100_OF_NVIDIA, B200_LIMITED = 0.90, 0.78, 0.70, 0.93, 0.385
+A100, H100, H100_AT_500W, H100_OF_NVIDIA, B200_LIMITED = 0.95, 0.82, 0.72, 0.97, 0.33
 MACHINES: dict[str, tuple[str, str, float]] = {
     "A100": ("A100-80GB-SXM", "8x200Gb", A100),  # Selene: Narayanan et al. 2021, section 5
     "A100S": ("A100-80GB-SXM", "4x400Gb", A100),
@@ -222,7 +222,9 @@ def cluster_like(row: Row) -> Cluster:
     hosts = row.gpus // per_host
     text = f"{hosts}x{per_host}x{gpu}" + (f",{network}" if hosts > 1 else "")
     precision = "fp16" if row.machines == "V100" else "bf16"
-    found = cluster_of(hypothetical_inventory(text), [per_host] * hosts, precision=precision)
+    inventory = hypothetical_inventory(text)
+    found = cluster_of(inventory, [per_host] * hosts, precision=precision)
+    found = traits_of(row.program).attends(found, inventory)
     ring = found.network
     return replace(
         found,

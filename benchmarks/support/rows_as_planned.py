@@ -30,6 +30,7 @@ from training.planner.pricing import MEMORY_SHARE, PricedLayout, cost_model_of, 
 from training.planner.search import best_first
 from training.planner.step_time import step_s as seconds_of_step
 from training.records.correction import Measured
+from training.records.inventory import Inventory
 
 PRECISIONS = {"mxfp8": "fp8"}  # a plan knows one kind of fp8
 # How many seconds a step takes, from what a row measured: the unit, and the tokens, sequences and GPUs of a step.
@@ -99,8 +100,9 @@ class Traits:
             )
         return model.replaced(scatters_boundary=self.scatters_boundary)
 
-    def attends(self, cluster: Cluster, capability: str) -> Cluster:
-        """Return the cluster with the rate of the program's attention."""
+    def attends(self, cluster: Cluster, inventory: Inventory) -> Cluster:
+        """Return the inventory's cluster with the rate of the program's attention."""
+        capability = (inventory.hosts[0].devices[0].compute_capability or "").partition(".")[0]
         theirs, ours = ATTENTION_BY_KERNEL.get(self.kernel, {}), ATTENTION.get(capability, ATTENTION["8"])
         return replace(cluster, attention_tflops=cluster.attention_tflops * theirs.get(capability, ours) / ours)
 
@@ -203,8 +205,7 @@ def planned_row(
     layout = replace(layout, counts_ends=traits.counts_ends)
     job = Job(shape=shape, context=context, global_batch=global_batch, precision=used)  # type: ignore[arg-type]
     inventory = hypothetical_inventory(hosts)
-    capability = (inventory.hosts[0].devices[0].compute_capability or "").partition(".")[0]
-    cluster = traits.attends(cluster_of(inventory, ranks_per_host, precision=used), capability)
+    cluster = traits.attends(cluster_of(inventory, ranks_per_host, precision=used), inventory)
     cluster = replace(cluster, matmul_tflops=power * cluster.matmul_tflops)
     return PlannedRow(family, sweep, config, job, layout, cluster, step_s, traits, ran)
 

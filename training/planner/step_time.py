@@ -113,8 +113,10 @@ def _micro_batch(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *
     layers, tokens = stage_layers(job, layout, stage=stage), layout.tokens(job)
     layer, products_backward = _layer(job, layout, model, cluster, tokens)
     attention = 2.5 if model.program.kept.scores == 0 else 2.0  # fused attention's backward recomputes its scores
+    launching = Pass(memory=model.time.launching_s)
+    layer += launching
     forward = layer * layers
-    backward = Pass(products_backward, attention * layer.attention, 2 * layer.memory) * layers
+    backward = launching * (-0.5 * layers) + Pass(products_backward, attention * layer.attention, 2 * layer.memory) * layers
     recompute = Pass()
     if layout.recompute == "full":
         recompute = layer * layers
