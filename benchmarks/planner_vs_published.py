@@ -339,9 +339,7 @@ def _as_planned(row: Row) -> PlannedRow:
         global_batch=row.global_batch,
         layout=replace(layout_of(row), sequence_parallel=row.tp > 1 and row.program not in NO_SP),
         step_s=rate_s * time_ratio(row),
-        traits=replace(
-            traits_of(row.program), is_compiled=row.program != "titan", fuses_norms=row.program != "titan"
-        ),
+        traits=replace(traits_of(row.program), is_compiled=row.program != "titan", fuses_norms=row.program != "titan"),
         power=POWER.get(row.machines, 1.0),
     )
 

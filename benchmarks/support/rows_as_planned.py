@@ -95,8 +95,16 @@ class Traits:
             model = model.replaced(passes=FUSED_PASSES)
         if grads := self.gradient_bytes:
             model = model.replaced(
-                weight_bytes=2.0, gradient_bytes=grads, optimizer_bytes=12.0, cast_bytes=0.0, copy_bytes=0.0,
-                gather_bytes=2.0, reduce_bytes=grads, accumulated_bytes=2 + 2 * grads, logit_bytes=LOGIT_BYTES * (tp if self.gathers_logits else 1), chunked_logits=False,
+                weight_bytes=2.0,
+                gradient_bytes=grads,
+                optimizer_bytes=12.0,
+                cast_bytes=0.0,
+                copy_bytes=0.0,
+                gather_bytes=2.0,
+                reduce_bytes=grads,
+                accumulated_bytes=2 + 2 * grads,
+                logit_bytes=LOGIT_BYTES * (tp if self.gathers_logits else 1),
+                chunked_logits=False,
             )
         return model.replaced(scatters_boundary=self.scatters_boundary)
 
@@ -109,9 +117,7 @@ class Traits:
 
 FUSED_PASSES = 1.1  # bytes moved per byte kept: 22 h + 16 h for 34 h kept by Megatron's layer
 LOGIT_BYTES = 14.0  # logits in 16 bits, then fp32, their softmax and its gradient
-MEGATRON = Traits(
-    bf16_residual=True, keeps_scores=True, scatters_boundary=True, fuses_all=True, gradient_bytes=2.0
-)
+MEGATRON = Traits(bf16_residual=True, keeps_scores=True, scatters_boundary=True, fuses_all=True, gradient_bytes=2.0)
 NVIDIA = replace(MEGATRON, keeps_scores=False, kernel="cudnn", overlaps=True, gradient_bytes=4.0)
 # By how a program's name begins. Sources: Narayanan et al. 2021, 4.1 and 4.2; NeMo's and Megatron-Bridge's performance
 # guides (tp_comm_overlap, overlap_grad_reduce, overlap_param_gather); MaxText's XLA flags for latency hiding; MosaicML's
@@ -119,7 +125,9 @@ NVIDIA = replace(MEGATRON, keeps_scores=False, kernel="cudnn", overlaps=True, gr
 # (16-bit weights and gradients; embedding and output layer are layers of a pipeline; logits are gathered).
 TRAITS = {
     "megatron": MEGATRON,
-    "megafa": replace(MEGATRON, keeps_scores=False, fuses_all=False, is_compiled=False, counts_ends=True, gathers_logits=True),
+    "megafa": replace(
+        MEGATRON, keeps_scores=False, fuses_all=False, is_compiled=False, counts_ends=True, gathers_logits=True
+    ),
     "nemo": NVIDIA,
     "bridge": NVIDIA,
     "maxtext": Traits(bf16_residual=True, overlaps=True, kernel="cudnn"),

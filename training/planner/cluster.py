@@ -200,7 +200,9 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
         is_measured=all(min(each) > 0 for each in rates),
         attention_tflops=threads * CPU_ATTENTION * (fp32 or slowest)
         if kind == "cpu"
-        else min(attention_tflops(device, precision) or ATTENTION["8"] * slowest for host in hosts for device in host.devices),
+        else min(
+            attention_tflops(device, precision) or ATTENTION["8"] * slowest for host in hosts for device in host.devices
+        ),
     )
 
 

@@ -97,7 +97,10 @@ CPU_SCORES = 12.0  # bytes per head and pair of tokens: with dropout, attention 
 # transformers' LlamaRMSNorm runs as six kernels: to fp32, squared, averaged, multiplied, to 16 bits, by its weights; 36
 # bytes a number where a fused norm moves 4, twice a layer.
 EAGER_NORM_BYTES = 64.0
-SUSTAINED = {"cpu": 1.0, "cuda": 0.89}  # of products' rate, by planner_vs_published: torch's FSDP 0.80 to 0.97, Megatron 1
+SUSTAINED = {
+    "cpu": 1.0,
+    "cuda": 0.89,
+}  # of products' rate, by planner_vs_published: torch's FSDP 0.80 to 0.97, Megatron 1
 # Counted for GPUs. On a CPU what lies between products is bound by arithmetic too: as long as so many passes at the
 # rate of a copy, from steps of 43 ms compiled and 50 eager (4 layers of 128), and 480 (6 of 384): docs/benchmarks.md.
 PASSES = {("cpu", True): 5.5, ("cpu", False): 6.5, ("cuda", True): 1.6, ("cuda", False): 2.8}

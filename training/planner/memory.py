@@ -20,7 +20,10 @@ LAYERS_GATHERED = 2  # the one that computes, and the next
 
 def memory_gib(job: Job, layout: Layout, model: CostModel, *, num_shards: int) -> dict[str, float]:
     """Memory by part, in GiB, of the rank that holds most. `num_shards`: ranks over which a sharded state is spread."""
-    ranks = [_bytes_of_stage(job, layout, model, stage=stage, num_shards=num_shards) for stage in stages_with_most(job, layout)]
+    ranks = [
+        _bytes_of_stage(job, layout, model, stage=stage, num_shards=num_shards)
+        for stage in stages_with_most(job, layout)
+    ]
     largest = max(ranks, key=lambda parts: sum(parts.values()))
     return {part: num_bytes / GIB for part, num_bytes in largest.items() if num_bytes}
 

@@ -116,7 +116,9 @@ def _micro_batch(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *
     launching = Pass(memory=model.time.launching_s)
     layer += launching
     forward = layer * layers
-    backward = launching * (-0.5 * layers) + Pass(products_backward, attention * layer.attention, 2 * layer.memory) * layers
+    backward = (
+        launching * (-0.5 * layers) + Pass(products_backward, attention * layer.attention, 2 * layer.memory) * layers
+    )
     recompute = Pass()
     if layout.recompute == "full":
         recompute = layer * layers
@@ -151,9 +153,7 @@ def _makes_gradient(model: CostModel) -> bool:
 
 
 def product_s(rows: float, inner: float, columns: float, job: Job, model: CostModel, cluster: Cluster) -> float:
-    """Seconds of one matrix product [rows, inner] x [inner, columns]: computing its last wave as a whole one, and bytes.
-
-    """
+    """Seconds of one matrix product [rows, inner] x [inner, columns]: computing its last wave as a whole one, and bytes."""
     results = rows * columns + (HALF_WAVE if cluster.kind == "cuda" else 0)
     factor_bytes = job.width_bytes if job.precision != "fp8" else 1 + FP8_CAST_BYTES
     moved = factor_bytes * (rows * inner + inner * columns) + job.width_bytes * rows * columns
@@ -185,7 +185,8 @@ def _layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, tokens:
 
     def backward_s(products: list[tuple[float, float]]) -> float:
         return sum(
-            product_s(tokens, columns, inner, job, model, cluster) + product_s(inner, tokens, columns, job, model, cluster)
+            product_s(tokens, columns, inner, job, model, cluster)
+            + product_s(inner, tokens, columns, job, model, cluster)
             for inner, columns in products
         )
 
@@ -290,7 +291,10 @@ def dp_s(
     gathered = sharing.gathers / 2 * gather
     again = 0.0 if layout.gathers_once else gathered  # in backward
     hides = model.time.hides if layout.pp == 1 and not layout.stages else 0.0
-    forward_hides, backward_hides = hides * slowest.forward.seconds, hides * (slowest.recompute + slowest.backward).seconds
+    forward_hides, backward_hides = (
+        hides * slowest.forward.seconds,
+        hides * (slowest.recompute + slowest.backward).seconds,
+    )
     if not sharing.reduces_each:
         return _exposed(reduce, backward_hides, model) + across
     gathering = 1 if layout.gathers_once else layout.accumulation  # micro-batches that do
