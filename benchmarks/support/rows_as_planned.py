@@ -376,7 +376,7 @@ def _relative(groups: Iterable[Sequence[PlannedRow]]) -> dict[str, list[float]]:
     return found
 
 
-LEFT_OUT: dict[Measured, float] = {"this job": 0.1, "a similar job": 0.1, "nothing": 0.1}  # at either end of a range
+LEFT_OUT: dict[Measured, float] = {"this job": 0.1, "a similar job": 0.1, "nothing": 0.06}  # at either end of a range
 
 
 def range_of(ratios: Iterable[float], measured: Measured) -> tuple[float, float]:
