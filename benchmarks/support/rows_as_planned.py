@@ -120,8 +120,8 @@ LOGIT_BYTES = 14.0  # logits in 16 bits, then fp32, their softmax and its gradie
 MEGATRON = Traits(bf16_residual=True, keeps_scores=True, scatters_boundary=True, fuses_all=True, gradient_bytes=2.0)
 NVIDIA = replace(MEGATRON, keeps_scores=False, kernel="cudnn", overlaps=True, gradient_bytes=4.0)
 # By how a program's name begins. Sources: Narayanan et al. 2021, 4.1 and 4.2; NeMo's and Megatron-Bridge's performance
-# guides (tp_comm_overlap, overlap_grad_reduce, overlap_param_gather); MaxText's XLA flags for latency hiding; MosaicML's
-# llm-foundry (attn_impl: triton); Hagemann et al. 2023, arXiv:2311.05610, and its program, github.com/Aleph-Alpha/scaling
+# guides (tp_comm_overlap, overlap_grad_reduce, overlap_param_gather); MaxText's XLA flags for latency hiding;
+# MosaicML's llm-foundry (attn_impl: triton); Hagemann et al. 2023, arXiv:2311.05610, and Aleph-Alpha/scaling on GitHub
 # (16-bit weights and gradients; embedding and output layer are layers of a pipeline; logits are gathered).
 TRAITS = {
     "megatron": MEGATRON,

@@ -153,7 +153,7 @@ def _makes_gradient(model: CostModel) -> bool:
 
 
 def product_s(rows: float, inner: float, columns: float, job: Job, model: CostModel, cluster: Cluster) -> float:
-    """Seconds of one matrix product [rows, inner] x [inner, columns]: computing its last wave as a whole one, and bytes."""
+    """Seconds of one matrix product [rows, inner] x [inner, columns]: its last wave counts as a whole one."""
     results = rows * columns + (HALF_WAVE if cluster.kind == "cuda" else 0)
     factor_bytes = job.width_bytes if job.precision != "fp8" else 1 + FP8_CAST_BYTES
     moved = factor_bytes * (rows * inner + inner * columns) + job.width_bytes * rows * columns
@@ -269,8 +269,8 @@ def dp_s(
 ) -> float:
     """Seconds of data parallelism's gathers and reductions that computing does not hide.
 
-    ddp hides in the last micro-batch's backward; fsdp and ZeRO-3 in every pass that gathers or reduces; a pipeline reduces after its schedule. Groups add up in hsdp's
-    last backward, and agree after local-sgd's update.
+    ddp hides in the last micro-batch's backward; fsdp and ZeRO-3 in every pass that gathers or reduces; a pipeline
+    reduces after its schedule. Groups add up in hsdp's last backward, and agree after local-sgd's update.
     """
     if layout.gradient_ranks == 1:
         return 0.0
