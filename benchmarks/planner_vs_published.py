@@ -56,7 +56,7 @@ from training.records.plan import NOT_ALLOCATED, ModelShape
 # GPU, network of a host as the sources say (A100S, A100I: assumed), and the share of the hypothetical host's rate of
 # matrix products that whole steps sustain: fitted, one number for A100, one for H100, one for H100 limited to 500 W,
 # one for H100 under NVIDIA's own programs, one for a B200 whose power was limited (torchao does not say to what).
-A100, H100, H100_AT_500W, H100_OF_NVIDIA, B200_LIMITED = 0.90, 0.78, 0.70, 0.93, 0.385
+A100, H100, H100_AT_500W, H100_OF_NVIDIA, B200_LIMITED = 0.95, 0.82, 0.72, 0.97, 0.33
 MACHINES: dict[str, tuple[str, str, float]] = {
     "A100": ("A100-80GB-SXM", "8x200Gb", A100),  # Selene: Narayanan et al. 2021, section 5
     "A100S": ("A100-80GB-SXM", "4x400Gb", A100),
@@ -77,6 +77,7 @@ MACHINES: dict[str, tuple[str, str, float]] = {
     "GB300": ("GB300-288GB", "64x800Gb", H100_OF_NVIDIA),
     "B200L": ("B200-180GB-SXM", "8x400Gb", B200_LIMITED),
 }
+POWER = {"H100T": H100_AT_500W / H100, "B200L": B200_LIMITED / H100}  # of GPUs whose power is limited
 MEMORY_GB_PER_S = {"H100T": 0.88 * 2400}
 FP8_GAIN = 1.5  # rate of a layer's products divided by that in bf16: fitted
 ZERO3_NETWORK = 0.095  # share of the network's rate that DeepSpeed ZeRO-3 reached in 2021: fitted
@@ -100,9 +101,6 @@ MEGATRON = CostModel(
     TimeCosts(
         passes=1.1,  # fused kernels: 22 h + 16 h bytes moved for 34 h kept
         skips_masked=False,
-        attention_share=0.6,
-        ops=25,
-        op_us=6,
         scatters_boundary=True,
         update_bytes=36,
     ),
@@ -120,13 +118,9 @@ TITAN = CostModel(
     MemoryCosts(
         logit_bytes=14,  # 12 compiled: fitted
     ),
-    TimeCosts(
-        attention_share=0.45,
-        ops=70,
-        op_us=6,
-    ),
+    TimeCosts(),
 )
-COMPILED = TITAN.replaced(passes=1.6, ops=20, logit_bytes=12)
+COMPILED = TITAN.replaced(passes=1.6, logit_bytes=12)
 MPT = CostModel(
     Program(
         kept=Kept(whole=10, split=8, kv=0, mlp=4),
@@ -139,16 +133,12 @@ MPT = CostModel(
     ),
     TimeCosts(
         passes=2.0,
-        attention_share=0.42,  # fitted; on H100, for which its kernels were not made, 0.32
-        ops=40,
-        op_us=6,
     ),
 )
 NEMO = MEGATRON.replaced(  # Transformer Engine, fused attention, all communication overlapped
     kept=Kept(whole=10, split=8, kv=0, mlp=4),
     sequence_parallel=True,
     skips_masked=True,
-    attention_share=0.5,
     tp_exposed=0.5,
     hides_update=True,
 )
@@ -161,16 +151,16 @@ COST_MODELS: dict[str, CostModel] = {
     "zero3": MEGATRON.replaced(gather_bytes=2),
     "titan": TITAN,
     "titanc": COMPILED,
-    "titan8": COMPILED.replaced(attention_share=TITAN.time.attention_share / FP8_GAIN),  # attention stays in bf16
+    "titan8": COMPILED,
     "mpt": MPT,
     "mpt16": MPT.replaced(weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, reduce_bytes=2),
-    "mpth": MPT.replaced(attention_share=0.32),
-    "mpth8": MPT.replaced(attention_share=0.32 / FP8_GAIN),
-    "tinyl": COMPILED.replaced(ops=40),  # hand-written fused kernels
+    "mpth": MPT,
+    "mpth8": MPT,
+    "tinyl": COMPILED,
     "nemo": NEMO,
-    "nemo8": NEMO.replaced(attention_share=NEMO.time.attention_share / FP8_GAIN),
+    "nemo8": NEMO,
     "maxtext": COMPILED.replaced(products_kept=0.25),  # only a layer's queries, keys and values
-    "maxtext8": COMPILED.replaced(products_kept=0.25, attention_share=TITAN.time.attention_share / FP8_GAIN),
+    "maxtext8": COMPILED.replaced(products_kept=0.25),
 }
 COST_MODELS |= dict.fromkeys(("titan8r", "titanmx", "titanmxr"), COST_MODELS["titan8"])
 COST_MODELS |= dict.fromkeys(("bridge8", "bridgemx"), COST_MODELS["nemo8"])
@@ -232,7 +222,9 @@ def cluster_like(row: Row) -> Cluster:
     hosts = row.gpus // per_host
     text = f"{hosts}x{per_host}x{gpu}" + (f",{network}" if hosts > 1 else "")
     precision = "fp16" if row.machines == "V100" else "bf16"
-    found = cluster_of(hypothetical_inventory(text), [per_host] * hosts, precision=precision)
+    inventory = hypothetical_inventory(text)
+    found = cluster_of(inventory, [per_host] * hosts, precision=precision)
+    found = traits_of(row.program).attends(found, inventory)
     ring = found.network
     return replace(
         found,
@@ -310,6 +302,7 @@ FAMILIES = {
     "NVIDIA": ("D1", "D2", "D3", "D4", "D5", "DG", "NE", "NL", "B0", "B1", "B2"),
     "MaxText": ("DM",),
 }
+NO_SP = {"megatron21", "megatron21l", "megatron22"}
 IN_MXFP8 = {"titanmx", "titanmxr", "bridgemx"}
 
 
@@ -344,9 +337,10 @@ def _as_planned(row: Row) -> PlannedRow:
         precision="fp16" if row.machines == "V100" else precision,
         context=row.context,
         global_batch=row.global_batch,
-        layout=replace(layout_of(row), sequence_parallel=row.tp > 1),
+        layout=replace(layout_of(row), sequence_parallel=row.tp > 1 and row.program not in NO_SP),
         step_s=rate_s * time_ratio(row),
-        traits=replace(traits_of(row.program), is_compiled=row.program != "titan"),
+        traits=replace(traits_of(row.program), is_compiled=row.program != "titan", fuses_norms=row.program != "titan"),
+        power=POWER.get(row.machines, 1.0),
     )
 
 

@@ -135,7 +135,7 @@ TT  llama3-405b 8192 H100T 512 fsdp  8  8 1  4  256 full      titan8     100 tok
 TT  llama3-405b 8192 H100T 512 fsdp  8  8 2  4  256 full      titan8     128 tok/s 72.7
 TA  llama3-70b  8192 H100T 256 fsdp  8  1 1 16  512 full      titanc   597.3 tok/s -
 TA  llama3-8b   8192 H100T  64 fsdp  8  1 1 12   96 selective titanc    4378 tok/s -
-AO  llama3-8b   8192 H100    8 fsdp  1  1 1  1    8 selective titanc    6150 tok/s 47.65
+AO  llama3-8b   8192 H100T   8 fsdp  1  1 1  1    8 selective titanc    6150 tok/s 47.65
 TP  llama3-8b   8192 A100S  64 fsdp  1  1 1  1   64 selective titanc    2973 tok/s -
 TP  llama3-70b  8192 A100S  64 fsdp  1  1 1  1   64 full      titanc     331 tok/s -
 TP  llama2-13b  4096 A100S  64 fsdp  1  1 1  2  128 none      titanc    2162 tok/s -
@@ -370,8 +370,8 @@ TH  llama3-8b       8192 H200T     32 fsdp  1  1  1   2   64 selective titan8   
 TH  llama3-8b       8192 H200T     64 fsdp  1  1  1   2  128 selective titan8      10753 tok/s 46.97 b
 TT  llama3-70b      8192 H100T    256 fsdp  8  1  1  16  512 full      titan8a       876 tok/s 67.6 b
 TT  llama3-405b    32768 H100T    512 fsdp  8  8  1   1   64 full      titan8a        76 tok/s 75.3 b
-AO  llama3-8b       8192 H100       8 fsdp  1  1  1   1    8 selective titan8     7689.5 tok/s 47.77 b
-AO  llama3-8b       8192 H100       8 fsdp  1  1  1   1    8 selective titan8r      6768 tok/s 47.79 b
+AO  llama3-8b       8192 H100T      8 fsdp  1  1  1   1    8 selective titan8     7689.5 tok/s 47.77 b
+AO  llama3-8b       8192 H100T      8 fsdp  1  1  1   1    8 selective titan8r      6768 tok/s 47.79 b
 AB  llama3-8b       8192 B200L      8 fsdp  1  1  1   1    8 selective titanc     8307.5 tok/s 33.71 *
 AB  llama3-8b       8192 B200L      8 fsdp  1  1  1   1    8 selective titan8      10417 tok/s 33.38 b
 AB  llama3-8b       8192 B200L      8 fsdp  1  1  1   1    8 selective titanmx      9969 tok/s 33.88 b

@@ -20,7 +20,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from training.config.run import RunConfig
-from training.planner.cluster import Cluster, cluster_of
+from training.planner.cluster import ATTENTION, Cluster, cluster_of
 from training.planner.cost_model import CostModel, TimeCosts
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
@@ -30,51 +30,117 @@ from training.planner.pricing import MEMORY_SHARE, PricedLayout, cost_model_of, 
 from training.planner.search import best_first
 from training.planner.step_time import step_s as seconds_of_step
 from training.records.correction import Measured
+from training.records.inventory import Inventory
 
 PRECISIONS = {"mxfp8": "fp8"}  # a plan knows one kind of fp8
 # How many seconds a step takes, from what a row measured: the unit, and the tokens, sequences and GPUs of a step.
 UNITS = ("seconds a step", "tokens/s a GPU", "tokens/s", "sequences/s", "TFLOP/s a GPU")
 
 
+# Rates of attention as shares of the rate of products, forward and backward over long contexts, by the first digit of
+# the compute capability; cluster.py has those of torch. FlashAttention-3 and cuDNN: Shah et al. 2024, arXiv:2407.08608,
+# figures 5 and 6 (575 and 520 of 791 TFLOP/s). Kernels of the first FlashAttention in Triton: on A100 half of the
+# second's (Dao 2023, arXiv:2307.08691, figure 4), on H100 fitted to MosaicML's rows.
+ATTENTION_BY_KERNEL = {
+    "flash3": {"9": 0.73},
+    "cudnn": {"9": 0.66, "10": 0.66},
+    "triton": {"8": 0.38, "9": 0.25},
+}
+SCORE_BYTES = 5.0  # for each head and pair of tokens: Korthikanti et al. 2022, section 4.1
+
+
 @dataclass(frozen=True)
 class Traits:
-    """A program says this of its kernels and its communication; the defaults are what a plan takes of ours on GPUs."""
+    """A program says this of itself, as our config does; the defaults are what a plan takes of ours on GPUs.
+
+    `gradient_bytes`: of a program that trains 16-bit weights, with fp32 copies in its optimizer; 0: fp32 weights.
+    """
 
     bf16_residual: bool = False
-    is_compiled: bool = True  # or has kernels of its own for what lies between products
+    is_compiled: bool = True
+    fuses_norms: bool = True
+    fuses_all: bool = False  # kernels of its own for all that lies between products
     keeps_scores: bool = False  # attention without a fused kernel, all of whose scores are kept and none skipped
+    kernel: str = ""  # of ATTENTION_BY_KERNEL; "": as torch's
     scatters_boundary: bool = False
     overlaps: bool = False  # sums of tp, gradients, and the weights that were updated, with computing
+    gradient_bytes: float = 0.0
+    counts_ends: bool = False  # as a layer each, where it cuts a pipeline's stages
+    gathers_logits: bool = False  # so that each tp rank has all of them
 
-    def of_kernel(self, kernel: str) -> Traits:
+    def of_row(self, kernel: str, *, fp32_gradients: bool) -> Traits:
         """Return the traits with what a row's `kernel` says in words; "" if it says nothing."""
-        is_flash = "flash" in kernel or "cudnn" in kernel.lower()
-        is_compiled = self.is_compiled and kernel not in ("flash_attention2", "eager")
-        return replace(self, is_compiled=is_compiled, keeps_scores=self.keeps_scores and not is_flash)
+        words = kernel.lower().replace("-", "").replace(" ", "")
+        named = {"flash3": ("flash_attention3", "flashattention3", "fa3"), "cudnn": ("cudnn",), "triton": ("triton",)}
+        found = next((name for name, begins in named.items() if any(each in words for each in begins)), self.kernel)
+        is_fused = bool(found) or any(each in words for each in ("flash", "sdpa", "fa2"))
+        is_eager = words in ("flash_attention2", "eager")
+        return replace(
+            self,
+            kernel=found,
+            is_compiled=self.is_compiled and not is_eager,
+            fuses_norms=self.fuses_norms and not is_eager,
+            keeps_scores=(self.keeps_scores or words in ("eager", "fused")) and not is_fused,
+            gradient_bytes=4.0 if self.gradient_bytes and fp32_gradients else self.gradient_bytes,
+        )
 
-    def applied(self, model: CostModel) -> CostModel:
+    def applied(self, model: CostModel, *, tp: int) -> CostModel:
         if self.keeps_scores:
             model = model.replaced(kept=replace(model.program.kept, scores=SCORE_BYTES), skips_masked=False)
         if self.overlaps:
             model = model.replaced(hides=TimeCosts.hides, hides_update=True, tp_exposed=0.5)
+        if self.fuses_norms:
+            model = model.replaced(norm_bytes=0.0)
+        if self.fuses_all:
+            model = model.replaced(passes=FUSED_PASSES)
+        if grads := self.gradient_bytes:
+            model = model.replaced(
+                weight_bytes=2.0,
+                gradient_bytes=grads,
+                optimizer_bytes=12.0,
+                cast_bytes=0.0,
+                copy_bytes=0.0,
+                gather_bytes=2.0,
+                reduce_bytes=grads,
+                accumulated_bytes=2 + 2 * grads,
+                logit_bytes=LOGIT_BYTES * (tp if self.gathers_logits else 1),
+                chunked_logits=False,
+            )
         return model.replaced(scatters_boundary=self.scatters_boundary)
 
+    def attends(self, cluster: Cluster, inventory: Inventory) -> Cluster:
+        """Return the inventory's cluster with the rate of the program's attention."""
+        capability = (inventory.hosts[0].devices[0].compute_capability or "").partition(".")[0]
+        theirs, ours = ATTENTION_BY_KERNEL.get(self.kernel, {}), ATTENTION.get(capability, ATTENTION["8"])
+        return replace(cluster, attention_tflops=cluster.attention_tflops * theirs.get(capability, ours) / ours)
 
-SCORE_BYTES = 5.0  # for each head and pair of tokens: Korthikanti et al. 2022, section 4.1
+
+FUSED_PASSES = 1.1  # bytes moved per byte kept: 22 h + 16 h for 34 h kept by Megatron's layer
+LOGIT_BYTES = 14.0  # logits in 16 bits, then fp32, their softmax and its gradient
+MEGATRON = Traits(bf16_residual=True, keeps_scores=True, scatters_boundary=True, fuses_all=True, gradient_bytes=2.0)
+NVIDIA = replace(MEGATRON, keeps_scores=False, kernel="cudnn", overlaps=True, gradient_bytes=4.0)
 # By how a program's name begins. Sources: Narayanan et al. 2021, 4.1 and 4.2; NeMo's and Megatron-Bridge's performance
-# guides (tp_comm_overlap, overlap_grad_reduce, overlap_param_gather); MaxText's XLA flags for latency hiding.
+# guides (tp_comm_overlap, overlap_grad_reduce, overlap_param_gather); MaxText's XLA flags for latency hiding;
+# MosaicML's llm-foundry (attn_impl: triton); Hagemann et al. 2023, arXiv:2311.05610, and Aleph-Alpha/scaling on GitHub
+# (16-bit weights and gradients; embedding and output layer are layers of a pipeline; logits are gathered).
 TRAITS = {
-    "megatron": Traits(bf16_residual=True, keeps_scores=True, scatters_boundary=True),
-    "megafa": Traits(bf16_residual=True, scatters_boundary=True),
-    "nemo": Traits(bf16_residual=True, scatters_boundary=True, overlaps=True),
-    "bridge": Traits(bf16_residual=True, scatters_boundary=True, overlaps=True),
-    "maxtext": Traits(overlaps=True),
+    "megatron": MEGATRON,
+    "megafa": replace(
+        MEGATRON, keeps_scores=False, fuses_all=False, is_compiled=False, counts_ends=True, gathers_logits=True
+    ),
+    "nemo": NVIDIA,
+    "bridge": NVIDIA,
+    "maxtext": Traits(bf16_residual=True, overlaps=True, kernel="cudnn"),
+    "mpt": Traits(bf16_residual=True, kernel="triton"),
 }
 
 
-def traits_of(program: str, kernel: str = "") -> Traits:
+WHOLE_SEQUENCES = ("megatron21", "megatron22")  # of Megatron-LM before sequence parallelism; megatron22s has it
+
+
+def traits_of(program: str, kernel: str = "", *, fp32_gradients: bool = False) -> Traits:
     found = next((traits for name, traits in TRAITS.items() if program.startswith(name)), Traits())
-    return found.of_kernel(kernel)
+    return found.of_row(kernel, fp32_gradients=fp32_gradients)
 
 
 @dataclass(frozen=True)
@@ -94,7 +160,7 @@ class PlannedRow:
     @functools.cached_property
     def priced(self) -> PricedLayout:
         job, layout, cluster = self.job, self.layout, self.cluster
-        model = self.traits.applied(cost_model_of(self.config, job, layout, cluster))
+        model = self.traits.applied(cost_model_of(self.config, job, layout, cluster), tp=layout.tp)
         shards = num_shards(self.config, layout, cluster)
         memory = memory_gib(job, layout, model, num_shards=shards)
         seconds = seconds_of_step(job, layout, model, cluster, num_shards=shards)
@@ -131,8 +197,12 @@ def planned_row(
     step_s: float | None,
     traits: Traits,
     ran: bool = True,
+    power: float = 1.0,
 ) -> PlannedRow:
-    """Return a row with the inputs that `shardline plan` would have. `model`: its sizes, as rows name them."""
+    """Return a row with the inputs that `shardline plan` would have. `model`: its sizes, as rows name them.
+
+    `power`: the share of their rate that GPUs of limited power reach, which an inventory would measure.
+    """
     shape = own_shape(
         "llama" if model["gated_mlp"] else "gpt2",
         **{size: model[size] for size in ("layers", "width", "heads", "kv_heads", "mlp_width", "vocab_size", "tied")},
@@ -140,8 +210,11 @@ def planned_row(
     )
     used = PRECISIONS.get(precision, precision)
     config = _config(used, traits.is_compiled and layout.strategy != "zero3", traits.bf16_residual)
+    layout = replace(layout, counts_ends=traits.counts_ends)
     job = Job(shape=shape, context=context, global_batch=global_batch, precision=used)  # type: ignore[arg-type]
-    cluster = cluster_of(hypothetical_inventory(hosts), ranks_per_host, precision=used)
+    inventory = hypothetical_inventory(hosts)
+    cluster = traits.attends(cluster_of(inventory, ranks_per_host, precision=used), inventory)
+    cluster = replace(cluster, matmul_tflops=power * cluster.matmul_tflops)
     return PlannedRow(family, sweep, config, job, layout, cluster, step_s, traits, ran)
 
 
@@ -183,7 +256,7 @@ def _read(row: Mapping[str, Any]) -> PlannedRow:
         recompute=row["recompute"],
         offload=row.get("offload") or "none",
         stages_per_rank=row.get("stages_per_rank", 1),
-        sequence_parallel=tp > 1 and row.get("sequence_parallel") is not False,
+        sequence_parallel=tp > 1 and row.get("sequence_parallel", not row["program"].startswith(WHOLE_SEQUENCES)),
     )
     machine = (row["gpu"], gpus, here, network)
     return planned_row(
@@ -197,7 +270,11 @@ def _read(row: Mapping[str, Any]) -> PlannedRow:
         global_batch=row["global_batch"],
         layout=layout,
         step_s=_step_s(row) if row.get("measured") else None,
-        traits=traits_of(row["program"], row.get("kernel") or ""),
+        traits=traits_of(
+            row["program"],
+            row.get("kernel") or "",
+            fp32_gradients=bool((row.get("other") or {}).get("fp32_grads")),
+        ),
         ran=bool(row.get("measured")) or row.get("outcome") == "ran",
     )
 
@@ -299,7 +376,7 @@ def _relative(groups: Iterable[Sequence[PlannedRow]]) -> dict[str, list[float]]:
     return found
 
 
-LEFT_OUT: dict[Measured, float] = {"this job": 0.1, "a similar job": 0.1, "nothing": 0.05}  # at either end of a range
+LEFT_OUT: dict[Measured, float] = {"this job": 0.1, "a similar job": 0.1, "nothing": 0.06}  # at either end of a range
 
 
 def range_of(ratios: Iterable[float], measured: Measured) -> tuple[float, float]:

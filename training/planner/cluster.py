@@ -24,6 +24,11 @@ ASSUMED = {
 LINKS = ("allreduce_gb_per_s", "allreduce_latency_us", "network_gb_per_s", "network_latency_us")
 ALIKE = 1.15  # devices of one name whose rates or memory differ by less are alike: by chance, equal ones do by 10%
 CPU_ATTENTION = 0.34  # of the rate of fp32 products, in any precision: 80 of 235 GFLOP/s a core, heads of 32 to 128
+# Of the rate of products, by the first digit of the compute capability: what torch's attention reaches forward and
+# backward. FlashAttention-2: 189 TFLOP/s of 265 on A100 (Dao 2023, arXiv:2307.08691, figure 4), 322 of 791 on H100
+# (Shah et al. 2024, figure 6). Before Ampere torch's memory-efficient kernel, about half of that (figure 4). On
+# Blackwell cuDNN's, whose share is assumed to be that on an H100: 520 of 791 (Shah et al. 2024).
+ATTENTION = {"7": 0.35, "8": 0.70, "9": 0.41, "10": 0.66, "12": 0.70}
 CPU_SCALING = 0.9  # of n times a core's rate, for n threads of one process (2 threads: 1.8, docs/planning.md)
 PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of PCIe 4
 HOST_ADAM_GB_PER_S = 20.0  # bytes that an optimizer on the host moves
@@ -50,6 +55,8 @@ class Ring:
     def all_reduce_s(self, num_bytes: float, ranks: int, *, calls: float = 1) -> float:
         if ranks == 1:
             return 0.0
+        if any(self.hops[:2]) and not self.hops[2]:  # in a host large sums go around a ring twice
+            return 2 * self.gather_s(num_bytes, ranks, calls=calls)
         return 2 * (ranks - 1) / ranks * num_bytes / self.gb_per_s / 1e9 + calls * self.latency_us / 1e6
 
     def gather_s(self, num_bytes: float, ranks: int, *, calls: float = 1) -> float:
@@ -86,7 +93,7 @@ class Cluster:
     assumed: tuple[str, ...] = ()
     is_measured: bool = True  # the rate of matrix products
     host_memory_gib: float = float("inf")  # the smallest host's
-    attention_tflops: float = 0.0  # rate of fused attention; 0: a share of the rate of products (cost_model.py)
+    attention_tflops: float = 0.0  # rate of fused attention over long contexts
 
     @property
     def num_hosts(self) -> int:
@@ -136,6 +143,15 @@ def matmul_tflops(device: Device, precision: str) -> float:
     return measured.get("tf32" if precision == "fp32" and "tf32" in measured else precision, 0.0)
 
 
+def attention_tflops(device: Device, precision: str) -> float:
+    """Return the rate of a GPU's fused attention over long contexts, forward and backward; 0 if nothing was measured.
+
+    In fp8 it stays in bf16.
+    """
+    major = (device.compute_capability or "8").partition(".")[0]
+    return ATTENTION.get(major, ATTENTION["8"]) * matmul_tflops(device, "bf16" if precision == "fp8" else precision)
+
+
 def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision: str) -> Cluster:
     """Return the cluster that ranks will find: this number on each of the first hosts.
 
@@ -183,7 +199,11 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
         network=Ring(links["network"], links["network_us"]),
         assumed=tuple(assumed),
         is_measured=all(min(each) > 0 for each in rates),
-        attention_tflops=threads * CPU_ATTENTION * (fp32 or slowest) if kind == "cpu" else 0.0,
+        attention_tflops=threads * CPU_ATTENTION * (fp32 or slowest)
+        if kind == "cpu"
+        else min(
+            attention_tflops(device, precision) or ATTENTION["8"] * slowest for host in hosts for device in host.devices
+        ),
     )
 
 

@@ -22,8 +22,7 @@ class Sharing:
     `stage`: ZeRO's (Rajbhandari et al. 2020, section 5): 1 shards the optimizer's state, 2 also gradients, 3 also
     weights. `gathers`: of the whole weights in one micro-batch. `reduces_each`: gradients travel after each
     micro-batch, not once a step. `gathers_update`: the updated weights travel after the step. `in_groups`: ranks do so
-    within their group only; groups add up gradients. `ops`: what its hooks launch for each layer's forward pass, in
-    host time of so many operations (assumed, not measured).
+    within their group only; groups add up gradients.
     """
 
     stage: int
@@ -31,7 +30,6 @@ class Sharing:
     reduces_each: bool = False
     gathers_update: bool = False
     in_groups: bool = False
-    ops: float = 0.0
 
 
 SHARING: dict[str, Sharing] = {
@@ -40,11 +38,11 @@ SHARING: dict[str, Sharing] = {
     # DeepSpeed 0.19 with overlap_comm on GPUs: stage 1 reduces beside the last backward, stage 2 beside each one, and
     # stage 3 prefetches. Beside tp or pp zero1 is training/strategies/sharded_optimizer.py, which runs nothing in a
     # layer's forward pass, and reduces in line after the last micro-batch.
-    "zero1": Sharing(stage=1, gathers_update=True, ops=10),
-    "zero2": Sharing(stage=2, reduces_each=True, gathers_update=True, ops=10),
-    "zero3": Sharing(stage=3, gathers=2, reduces_each=True, ops=100),
-    "fsdp": Sharing(stage=3, gathers=2, reduces_each=True, ops=30),
-    "hsdp": Sharing(stage=3, gathers=2, reduces_each=True, in_groups=True, ops=30),
+    "zero1": Sharing(stage=1, gathers_update=True),
+    "zero2": Sharing(stage=2, reduces_each=True, gathers_update=True),
+    "zero3": Sharing(stage=3, gathers=2, reduces_each=True),
+    "fsdp": Sharing(stage=3, gathers=2, reduces_each=True),
+    "hsdp": Sharing(stage=3, gathers=2, reduces_each=True, in_groups=True),
     "local-sgd": Sharing(stage=0, in_groups=True),
 }
 ZERO_STAGE = {name: sharing.stage for name, sharing in SHARING.items()}
@@ -96,11 +94,17 @@ OUR_KEPT: dict[tuple[str, str], Kept] = {
 }
 DROPOUT_KEPT = {"gpt2": 8.0, "bert": 8.0}  # bytes x width more; llama's is on attention only
 CPU_SCORES = 12.0  # bytes per head and pair of tokens: with dropout, attention on a CPU keeps its scores
-FP8_GAIN, FP8_SUSTAINED = 1.8, 0.85  # its products' rate to bf16's, in which attention stays; with casts 1.5 is left
-SUSTAINED = {"cpu": 1.0, "cuda": 0.85}  # 0.90 of 265 TFLOP/s on A100, 0.78 of 791 on H100: planner_vs_published
+# transformers' LlamaRMSNorm runs as six kernels: to fp32, squared, averaged, multiplied, to 16 bits, by its weights; 36
+# bytes a number where a fused norm moves 4, twice a layer.
+EAGER_NORM_BYTES = 64.0
+SUSTAINED = {
+    "cpu": 1.0,
+    "cuda": 0.89,
+}  # of products' rate, by planner_vs_published: torch's FSDP 0.80 to 0.97, Megatron 1
 # Counted for GPUs. On a CPU what lies between products is bound by arithmetic too: as long as so many passes at the
 # rate of a copy, from steps of 43 ms compiled and 50 eager (4 layers of 128), and 480 (6 of 384): docs/benchmarks.md.
 PASSES = {("cpu", True): 5.5, ("cpu", False): 6.5, ("cuda", True): 1.6, ("cuda", False): 2.8}
+CPU_OP_S = 12e-6  # of each of a layer's operations: 20 compiled, 70 eager. A GPU computes while its host launches
 TORCH_GIB = {"cpu": 0.42, "cuda": 1.5}  # torch + transformers resident; CUDA context and NCCL buffers
 DEEPSPEED_GIB = 0.21  # resident besides
 
@@ -148,11 +152,10 @@ class TimeCosts:
     sustained: float = 1.0  # share of the measured matmul rate that a long step keeps up: clocks fall
     passes: float = 2.8  # bytes that a forward pass moves per byte it keeps
     score_passes: float = 2.6  # bytes that it moves per byte of attention scores
-    attention_share: float = 0.5  # of the matmul rate that fused attention reaches
+    norm_bytes: float = 0.0  # that a layer's two norms move per number between layers, beyond what `passes` count
+    accumulated_bytes: float = 0.0  # moved per parameter and micro-batch: casts of weights, sums of gradients
     skips_masked: bool = True  # attention computes only what a causal mask leaves
-    ops: float = 70.0  # operations of a layer's forward pass, launched one by one
-    op_us: float = 0.0  # host time to launch an operation; a GPU waits only where it is faster than that
-    hides_ops: bool = True  # launching goes on while the device computes
+    launching_s: float = 0.0  # to launch a layer's forward pass, where the device does not compute meanwhile
     across_bytes: float = 4.0  # per gradient and step, sent between groups
     hides: float = 0.8  # share of computing that communication can go on beside
     tp_exposed: float = 1.0  # share of tensor parallelism's sums that nothing hides
@@ -230,12 +233,11 @@ def our_cost_model(
         ),
         TimeCosts(
             across_bytes=across_bytes,
-            sustained=SUSTAINED[kind] * (_fp8_sustained(job) if job.precision == "fp8" else 1.0),
-            attention_share=0.5 / (FP8_GAIN if job.precision == "fp8" else 1.0),
+            sustained=SUSTAINED[kind],
             passes=PASSES[kind, compiled],
-            ops=(20.0 if compiled else 70.0) + (0.0 if is_ours else SHARING[strategy].ops),
-            op_us=8.0 if kind == "cuda" else 12.0,
-            hides_ops=kind == "cuda",
+            norm_bytes=EAGER_NORM_BYTES if kind == "cuda" and not compiled and job.is_gated else 0.0,
+            accumulated_bytes=_accumulated_bytes(strategy, job) if kind == "cuda" else 0.0,
+            launching_s=CPU_OP_S * (20 if compiled else 70) if kind == "cpu" else 0.0,
             skips_masked=kind == "cuda",
             scatters_sums=is_ours,
             hides=0.8 if kind == "cuda" and not is_ours else 0.0,
@@ -243,10 +245,13 @@ def our_cost_model(
     )
 
 
-def _fp8_sustained(job: Job) -> float:
-    """The share of fp8's rate that products keep up, if some of them stay in bf16."""
-    share = job.shape.sizes.fp8_share
-    return FP8_SUSTAINED / (share + (1 - share) * FP8_GAIN)
+def _accumulated_bytes(strategy: StrategyName, job: Job) -> float:
+    """Bytes moved per parameter and micro-batch: weights cast for products, gradients cast back and added up in fp32.
+
+    Ranks that shard weights do so for what they gather: what lies between bytes of products and of messages.
+    """
+    cast = 0.0 if job.precision == "fp32" else 6.0
+    return 12.0 if SHARING[strategy].stage == 3 else 12.0 + 2 * cast
 
 
 def _our_kept(job: Job, carried: str, *, kind: Literal["cpu", "cuda"], compiled: bool) -> Kept:

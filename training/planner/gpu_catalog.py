@@ -37,9 +37,9 @@ H200-141GB-NVL  9.0  139.8 4800  60.0   418  836  836 1671 0.71 0.63 0.65 0.58  
 H20-96GB-SXM    9.0   95.1 4000  44.0    74  148  148  296 0.73 0.96 0.96 0.96   128    900 H20    T
 GH200-96GB      9.0   94.5 4000  67.0   495  989  989 1979 0.77 0.77 0.83 0.77   128    900 GH200  M
 B200-180GB-SXM  10.0 178.3 7700  75.0  1125 2250 2250 4500 0.88 0.75 0.75 0.72   128   1800 B200   T+M78
-B300-288GB-SXM  10.3 268.0 8000  75.0  1125 2250 2250 4500 0.88 0.75 0.75 0.72   128   1800 B300   =B200-180GB-SXM
+B300-288GB-SXM  10.3 268.0 8000  75.0  1125 2250 2250 4500 0.88 0.88 0.88 0.85   128   1800 B300   =GB300-288GB
 GB200-186GB     10.0 184.3 8000  80.0  1250 2500 2500 5000 0.88 0.75 0.75 0.72    64   1800 GB200  =B200-180GB-SXM
-GB300-288GB     10.3 276.0 8000  80.0  1250 2500 2500 5000 0.88 0.75 0.75 0.72    64   1800 GB300  =B200-180GB-SXM
+GB300-288GB     10.3 276.0 8000  80.0  1250 2500 2500 5000 0.88 0.88 0.88 0.85    64   1800 GB300  F
 V100-16GB-SXM   7.0   15.7  900  15.7     -    -  125    - 0.88    -    - 0.78    32    300 V100   T140
 V100-32GB-SXM   7.0   31.7  900  15.7     -    -  125    - 0.88    -    - 0.78    32    300 V100   =V100-16GB-SXM
 V100-16GB-PCIe  7.0   15.7  900  14.0     -    -  112    - 0.83    -    - 0.68    32      - V100   =V100S-32GB-PCIe
@@ -86,7 +86,9 @@ SHEETS = {
 # =: no figure of its own found; that card's, which has the same chip or power per chip, is assumed. RTX-2080-Ti: the
 # RTX 2080's shares. RTX-PRO-6000: the Server Edition's rates of the Workstation Edition's peaks. Where a GPU's tf32 was
 # not measured it is bf16's share; of GH200 (M: 821 TFLOP/s in bf16) the others are an H100's, as much higher.
-FP8_SHARE = 0.71  # 1403 of 1979
+# F: no measurement of its products found; 1.17 times a GB200's, as Megatron-Bridge's six runs on it are as much faster
+# (benchmarks/support/published.py): its power is 1,400 W for 1,200.
+FP8_SHARE, FP8_SHARES = 0.71, {"B300-288GB-SXM": 0.83, "GB300-288GB": 0.83}  # 1403 of 1979 on H100; others assumed
 ALSO = {  # what drivers call them, where the words differ
     "H100-80GB-SXM": ("H100 80GB HBM3",),
     "H100-80GB-PCIe": ("H100 PCIe",),
@@ -144,7 +146,7 @@ def _row(line: str) -> KnownGpu:
         memory_gib=float(gib),
         memory_gb_per_s=float(gb_per_s),
         peak_tflops={precision: peak for precision, peak in zip(PRECISIONS, numbers[:5], strict=True) if peak},
-        shares=dict(zip(PRECISIONS, (*numbers[5:], FP8_SHARE), strict=True)),
+        shares=dict(zip(PRECISIONS, (*numbers[5:], FP8_SHARES.get(name, FP8_SHARE)), strict=True)),
         pcie_gb_per_s=float(pcie),
         nvlink_gb_per_s=0.0 if nvlink == "-" else float(nvlink.removesuffix("b")),
         is_bridged=bridged,

@@ -146,6 +146,7 @@ class Layout:
     `stages`: the layers of each pipeline stage, by replica, where replicas are of unlike shape or stages unequal; such
     a layout is priced rank by rank. `at`: the replica and the stage of the rank that is priced. `sequence_parallel`:
     tp ranks have pieces of each sequence between blocks. `cp`: ranks that share the tokens of each sequence.
+    `counts_ends`: whether embedding and output layer count as a layer each where like stages are cut (not ours).
     `keeps_weights`, `reduces_last`: of ranks that shard weights, whether these stay gathered throughout a step, and
     gradients whole until its last micro-batch.
     """
@@ -165,6 +166,7 @@ class Layout:
     cp: int = 1
     keeps_weights: bool = False
     reduces_last: bool = False
+    counts_ends: bool = False
 
     @property
     def gathers_once(self) -> bool:

@@ -20,29 +20,34 @@ LAYERS_GATHERED = 2  # the one that computes, and the next
 
 def memory_gib(job: Job, layout: Layout, model: CostModel, *, num_shards: int) -> dict[str, float]:
     """Memory by part, in GiB, of the rank that holds most. `num_shards`: ranks over which a sharded state is spread."""
-    ranks = [_bytes_of_stage(job, layout, model, stage=stage, num_shards=num_shards) for stage in _stages(job, layout)]
+    ranks = [
+        _bytes_of_stage(job, layout, model, stage=stage, num_shards=num_shards)
+        for stage in stages_with_most(job, layout)
+    ]
     largest = max(ranks, key=lambda parts: sum(parts.values()))
     return {part: num_bytes / GIB for part, num_bytes in largest.items() if num_bytes}
 
 
-def stage_layers(job: Job, layout: Layout) -> int:
-    """Layers of the rank that has most; of stages that cannot be equal the first have one more."""
+def stage_layers(job: Job, layout: Layout, *, stage: int) -> int:
+    """Layers of a rank whose first stage this is; of stages that cannot be equal the first have one more."""
     if layout.stages:
         return layout.own_layers
-    stages = layout.pp * layout.stages_per_rank
-    return -(-job.shape.layers // stages) * layout.stages_per_rank
+    layers, stages = _layers_and_stages(job, layout, stage=stage)
+    return sum(layers[each] for each in stages)
 
 
-def _stages(job: Job, layout: Layout) -> Sequence[int]:
-    """The stages of ranks that may have most; of like layers the first and the last."""
+def stages_with_most(job: Job, layout: Layout) -> Sequence[int]:
+    """The stages of ranks that may have most, in order; of like layers the first and the last."""
     if layout.at is not None:
         return [layout.at[1]]
-    return range(layout.pp) if len(job.shape.sizes.layers) > 1 else sorted({0, layout.pp - 1})
+    if len(job.shape.sizes.layers) > 1 or layout.counts_ends:
+        return range(layout.pp)
+    return sorted({0, layout.pp - 1})
 
 
 def stage_parameters(job: Job, layout: Layout) -> float:
     """Parameters of one rank before data parallelism shards them, of the stage that has most."""
-    return max(rank_parameters(job, layout, stage=stage) for stage in _stages(job, layout))
+    return max(rank_parameters(job, layout, stage=stage) for stage in stages_with_most(job, layout))
 
 
 def rank_parameters(job: Job, layout: Layout, *, stage: int) -> float:
@@ -60,7 +65,11 @@ def _layers_and_stages(job: Job, layout: Layout, *, stage: int) -> tuple[Sequenc
     if layout.at is not None:
         return layout.stages[layout.at[0]], range(stage, stage + 1)
     num_stages = layout.pp * layout.stages_per_rank
-    return even_stages(job.shape.layers, num_stages), range(stage, num_stages, layout.pp)
+    ends = 1 if layout.counts_ends and num_stages > 1 else 0
+    first, *others = even_stages(job.shape.layers + 2 * ends, num_stages)
+    layers = [first - ends, *others] if others else [first]
+    layers[-1] -= ends
+    return layers, range(stage, num_stages, layout.pp)
 
 
 def _optimizer_bytes(job: Job, layout: Layout, model: CostModel, *, stage: int, parameters: float) -> float:
@@ -150,7 +159,7 @@ def _activations(job: Job, layout: Layout, model: CostModel, *, stage: int) -> f
     shared = layout.tp if model.program.sequence_parallel else 1
     around_output = 2 / shared + 1 if model.program.kept.gathered else 3 / shared  # ours gathers what the words take
     ends = around_output * model.program.boundary_bytes * shape.width * tokens if stage == layout.pp - 1 else 0.0
-    layers = in_flight(layout, stage=stage) * stage_layers(job, layout)
+    layers = in_flight(layout, stage=stage) * stage_layers(job, layout, stage=stage)
     return layers * activation_bytes_per_token(job, layout, model) * tokens + ends
 
 

@@ -32,13 +32,13 @@ UNCORRECTED = Correction()
 
 # The range of measured / predicted times of a step, by what was measured on the machine before. On GPUs of 399 runs of
 # others, priced as a plan prices ours (`python -m benchmarks.planner_vs_published` derives it): where nothing was
-# measured nine of ten ratios; where a similar job was, four of five ratios to the median of the program's others on
+# measured 88 of 100 ratios; where a similar job was, four of five ratios to the median of the program's others on
 # such GPUs; where this job was, to that of its other batches and GPU counts. Made without a family of programs they
-# hold 80%, 80% and 78% of its runs. On CPUs one range: all of our eight runs of docs/planning.md, "Against the run".
+# hold 86%, 80% and 78% of its runs. On CPUs one range: all of our eight runs of docs/planning.md, "Against the run".
 LIKELY_ON_GPUS: dict[Measured, tuple[float, float]] = {
-    "this job": (0.97, 1.03),
-    "a similar job": (0.91, 1.14),
-    "nothing": (0.81, 1.44),
+    "this job": (0.96, 1.03),
+    "a similar job": (0.94, 1.07),
+    "nothing": (0.82, 1.15),
 }
 LIKELY_ON_CPUS = (0.86, 1.22)
 

@@ -9,72 +9,86 @@ rank that is the last to be done.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from training.facts.muon import SENT_BYTES
 from training.planner.cluster import HOST_ADAM_GB_PER_S, PCIE_GB_PER_S, Cluster
 from training.planner.cost_model import SHARING, CostModel
 from training.planner.job import Job, Layout, chunk_tokens
-from training.planner.memory import hidden_parameters, key_value_bytes, stage_layers, stage_parameters
+from training.planner.memory import (
+    hidden_parameters,
+    key_value_bytes,
+    rank_parameters,
+    stage_layers,
+    stage_parameters,
+    stages_with_most,
+)
 
 BUCKET_BYTES = 25 * 2**20
-TP_OPS = 20.0  # two sums a layer, each of which takes the host some ten operations' time
-SELECTIVE_OPS = 5.0  # times as long: selective recomputation sees every operation in Python, forward and backward
+# Half a wave of a GPU's tiles: 120 processors (A100 108, H100 132), each of which makes 128 x 256 numbers at a time. A
+# product's last wave is half full on average (NVIDIA, Matrix Multiplication Background User's Guide, "Wave
+# Quantization").
+HALF_WAVE = 120 / 2 * 128 * 256
+FP8_CAST_BYTES = 2.0  # each factor is written once more as it is and once transposed, by the kernel that makes it
+HALF_CONTEXT = 350  # tokens, for which causal attention reaches half of its rate: Shah et al. 2024, arXiv:2407.08608
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one micro-batch on one rank, forward or backward; `ops`: the host's, to launch operations."""
+    """Seconds of one micro-batch on one rank, forward or backward."""
 
-    products: float
-    attention: float
-    memory: float
-    ops: float
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
 
     def __mul__(self, factor: float) -> Pass:
-        return Pass(self.products * factor, self.attention * factor, self.memory * factor, self.ops * factor)
+        return Pass(self.products * factor, self.attention * factor, self.memory * factor)
 
     def __add__(self, other: Pass) -> Pass:
-        return Pass(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.memory + other.memory,
-            self.ops + other.ops,
-        )
+        return Pass(self.products + other.products, self.attention + other.attention, self.memory + other.memory)
 
-    def computing(self) -> float:
+    @property
+    def seconds(self) -> float:
         return self.products + self.attention + self.memory
 
-    def waiting(self, model: CostModel) -> float:
-        """Seconds that the device waits for the host: all of launching, or what exceeds the device's computing."""
-        return max(0.0, self.ops - self.computing()) if model.time.hides_ops else self.ops
 
-    def seconds(self, model: CostModel) -> float:
-        return self.computing() + self.waiting(model)
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank computes for one micro-batch. `layers`: so many of the model's are the rank's."""
+
+    forward: Pass
+    recompute: Pass
+    backward: Pass
+    layers: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.recompute.seconds + self.backward.seconds
 
 
 def step_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, num_shards: int) -> dict[str, float]:
     """Seconds of a step by part; they add up. "… exposed" is communication that nothing hides."""
-    forward, recompute, backward = _passes(job, layout, model, cluster)
-    per_micro_batch = forward + recompute + backward
-    tp_comm, cp_comm = tp_s(job, layout, model, cluster), cp_s(job, layout, cluster)
-    n = layout.accumulation
+    stages = [_micro_batch(job, layout, model, cluster, stage=stage) for stage in stages_with_most(job, layout)]
+    slowest = max(stages, key=lambda stage: stage.seconds)
+    tp_comm = tp_s(job, layout, model, cluster, layers=slowest.layers)
+    cp_comm = cp_s(job, layout, cluster, layers=slowest.layers)
+    n, both = layout.accumulation, slowest.forward + slowest.backward
     parts = {
-        "products": n * per_micro_batch.products - n * recompute.products,
-        "attention": n * per_micro_batch.attention - n * recompute.attention,
-        "memory-bound": n * per_micro_batch.memory - n * recompute.memory,
-        "recomputing": n * recompute.computing(),
-        "launching": n * per_micro_batch.waiting(model),
+        "products": n * both.products,
+        "attention": n * both.attention,
+        "memory-bound": n * both.memory,
+        "recomputing": n * slowest.recompute.seconds,
         "tp exposed": n * tp_comm,
         "cp exposed": n * cp_comm,
     }
     if layout.pp > 1:
-        micro_batch_s = per_micro_batch.seconds(model) + tp_comm
-        parts["pipeline bubble"] = (layout.pp - 1) / layout.stages_per_rank * micro_batch_s
+        others = [stage.seconds for stage in stages if stage is not slowest]
+        # of like stages only the first and the last were computed; all but the last are as long as the first
+        others += [stages[0].seconds] * (layout.pp - 1 - len(others))
+        others_s = sum(others) + (layout.pp - 1) * tp_comm
+        parts["pipeline bubble"] = others_s / layout.stages_per_rank
         parts["pp exposed"] = pp_s(job, layout, model, cluster)
-    parts["dp exposed"] = dp_s(
-        job, layout, model, cluster, num_shards=num_shards, forward=forward, backward=recompute + backward
-    )
+    parts["dp exposed"] = dp_s(job, layout, model, cluster, num_shards=num_shards, slowest=slowest)
     parts |= _update_s(job, layout, model, cluster, num_shards=num_shards)
     return {part: seconds for part, seconds in parts.items() if seconds}
 
@@ -91,27 +105,32 @@ def exposed_s(parts: Mapping[str, float]) -> float:
 # Computing
 
 
-def _passes(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> tuple[Pass, Pass, Pass]:
-    """Forward, what backward recomputes, and backward, of all layers of the slowest stage and of the output layer.
+def _micro_batch(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, stage: int) -> MicroBatch:
+    """Forward, what backward recomputes, and backward, of a stage's layers, and of the output layer on the last one.
 
     Backward makes two products for each of forward's, and moves twice its bytes.
     """
-    layers, tokens = stage_layers(job, layout), layout.tokens(job)
-    layer = _layer(job, layout, model, cluster, tokens)
-    output = _output_layer(job, layout, model, cluster, tokens)
-    if layout.at is not None and layout.at[1] < layout.pp - 1:
-        output = output * 0
+    layers, tokens = stage_layers(job, layout, stage=stage), layout.tokens(job)
+    layer, products_backward = _layer(job, layout, model, cluster, tokens)
     attention = 2.5 if model.program.kept.scores == 0 else 2.0  # fused attention's backward recomputes its scores
-    backward = Pass(2 * layer.products, attention * layer.attention, 2 * layer.memory, 1.5 * layer.ops)
-    recompute = Pass(0, 0, 0, 0)
+    launching = Pass(memory=model.time.launching_s)
+    layer += launching
+    forward = layer * layers
+    backward = (
+        launching * (-0.5 * layers) + Pass(products_backward, attention * layer.attention, 2 * layer.memory) * layers
+    )
+    recompute = Pass()
     if layout.recompute == "full":
-        recompute = layer
+        recompute = layer * layers
     elif layout.recompute == "selective":
-        recompute = _selective_recompute(job, model, layer)
-        if not model.program.recomputes_scores_only:
-            layer = replace(layer, ops=SELECTIVE_OPS * layer.ops)
-    output_backward = output * (0 if _makes_gradient(model) else 2)
-    return layer * layers + output, recompute * layers, backward * layers + output_backward
+        recompute = _selective_recompute(job, model, layer) * layers
+    parameters = rank_parameters(job, layout, stage=stage)
+    accumulated = model.time.accumulated_bytes * parameters / (cluster.memory_gb_per_s * 1e9)
+    backward += Pass(memory=accumulated)
+    if stage == layout.pp - 1:
+        output = _output_layer(job, layout, model, cluster, tokens)
+        forward, backward = forward + output, backward + output * (0 if _makes_gradient(model) else 2)
+    return MicroBatch(forward, recompute, backward, layers)
 
 
 def _selective_recompute(job: Job, model: CostModel, layer: Pass) -> Pass:
@@ -121,11 +140,11 @@ def _selective_recompute(job: Job, model: CostModel, layer: Pass) -> Pass:
     """
     if not model.program.recomputes_scores_only:
         dropped = 1 - model.program.products_kept
-        return Pass(dropped * layer.products, 0, layer.memory, SELECTIVE_OPS * layer.ops)
+        return Pass(dropped * layer.products, 0, layer.memory)
     kept = model.program.kept
     scores = kept.scores * job.shape.heads * job.context
     share = scores / max(1.0, kept.bytes_per_token(job, 1, sequence_parallel=False))
-    return Pass(0, layer.attention, share * layer.memory, layer.ops / 4)
+    return Pass(0, layer.attention, share * layer.memory)
 
 
 def _makes_gradient(model: CostModel) -> bool:
@@ -134,14 +153,17 @@ def _makes_gradient(model: CostModel) -> bool:
 
 
 def product_s(rows: float, inner: float, columns: float, job: Job, model: CostModel, cluster: Cluster) -> float:
-    """Seconds of one matrix product [rows, inner] x [inner, columns]."""
-    flops = 2 * rows * inner * columns
-    moved = job.width_bytes * (rows * inner + inner * columns + rows * columns)
-    return flops / (model.time.sustained * cluster.matmul_tflops * 1e12) + moved / (cluster.memory_gb_per_s * 1e9)
+    """Seconds of one matrix product [rows, inner] x [inner, columns]: its last wave counts as a whole one."""
+    results = rows * columns + (HALF_WAVE if cluster.kind == "cuda" else 0)
+    factor_bytes = job.width_bytes if job.precision != "fp8" else 1 + FP8_CAST_BYTES
+    moved = factor_bytes * (rows * inner + inner * columns) + job.width_bytes * rows * columns
+    return 2 * results * inner / (model.time.sustained * cluster.matmul_tflops * 1e12) + moved / (
+        cluster.memory_gb_per_s * 1e9
+    )
 
 
-def _layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, tokens: float) -> Pass:
-    """The forward pass of one layer on one tp rank."""
+def _layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, tokens: float) -> tuple[Pass, float]:
+    """The forward pass of one layer on one tp rank, and the seconds of its backward pass's products."""
     shape, tp = job.shape, layout.tp
     width, q_width, mlp = shape.width, job.q_width, job.mlp_width / tp
     attention = [(width, (q_width + 2 * job.kv_width) / tp), (q_width / tp, width)]
@@ -149,20 +171,31 @@ def _layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, tokens:
     share = job.attention_parameters / multiplied if multiplied else 0.0
     feed_forward = [(width, mlp * (2 if job.is_gated else 1)), (mlp, width)]
     flops = 4 * tokens * job.context * q_width / tp * (0.5 if job.is_causal and model.time.skips_masked else 1)
-    rate = cluster.attention_tflops or model.time.attention_share * model.time.sustained * cluster.matmul_tflops
+    rate = model.time.sustained * cluster.attention_tflops
+    if cluster.kind == "cuda":
+        rate *= job.context / (job.context + HALF_CONTEXT)
+    split = model.program.sequence_parallel and tp > 1
     scores = model.program.kept.scores * shape.heads * job.context / tp
-    kept = model.program.kept.bytes_per_token(job, tp, sequence_parallel=model.program.sequence_parallel) - scores
-    moved = tokens * (model.time.passes * kept + model.time.score_passes * scores)
+    kept = model.program.kept.bytes_per_token(job, tp, sequence_parallel=split) - scores
+    moved = model.time.passes * kept + model.time.score_passes * scores
+    moved += model.time.norm_bytes * width / (tp if split else 1)
 
-    def seconds(products: list[tuple[float, float]]) -> float:
+    def forward_s(products: list[tuple[float, float]]) -> float:
         return sum(product_s(tokens, inner, columns, job, model, cluster) for inner, columns in products)
 
-    return Pass(
-        products=share * seconds(attention) + seconds(feed_forward),
+    def backward_s(products: list[tuple[float, float]]) -> float:
+        return sum(
+            product_s(tokens, columns, inner, job, model, cluster)
+            + product_s(inner, tokens, columns, job, model, cluster)
+            for inner, columns in products
+        )
+
+    forward = Pass(
+        products=share * forward_s(attention) + forward_s(feed_forward),
         attention=flops / (rate * 1e12),
-        memory=moved / (cluster.memory_gb_per_s * 1e9),
-        ops=(model.time.ops + (TP_OPS if tp > 1 else 0)) * model.time.op_us / 1e6,
+        memory=tokens * moved / (cluster.memory_gb_per_s * 1e9),
     )
+    return forward, share * backward_s(attention) + backward_s(feed_forward)
 
 
 def _output_layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, tokens: float) -> Pass:
@@ -176,16 +209,14 @@ def _output_layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, 
     moved += chunks * 8 * words * width if _makes_gradient(model) else 0  # the gradient's sum over chunks
     return Pass(
         products=num_products * chunks * product_s(rows, width, words, job, model, cluster),
-        attention=0.0,
         memory=moved / (cluster.memory_gb_per_s * 1e9),
-        ops=chunks * 20 * model.time.op_us / 1e6,
     )
 
 
 # Communicating
 
 
-def tp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> float:
+def tp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, layers: int) -> float:
     """Seconds of tensor parallelism's sums in one micro-batch, which nothing hides.
 
     There are two a layer and direction (Shoeybi et al. 2019, section 3), and two more where whole layers are
@@ -194,14 +225,14 @@ def tp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> float:
     if layout.tp == 1:
         return 0.0
     num_bytes = layout.tokens(job) * job.shape.width * job.width_bytes
-    sums = stage_layers(job, layout) * (6 if layout.recompute == "full" else 4) + 2
+    sums = layers * (6 if layout.recompute == "full" else 4) + 2
     each = cluster.link(layout.tp).all_reduce_s(num_bytes, layout.tp)
     if model.program.sequence_parallel and cluster.kind == "cpu":
         each *= 1.5
     return model.time.tp_exposed * sums * each
 
 
-def cp_s(job: Job, layout: Layout, cluster: Cluster) -> float:
+def cp_s(job: Job, layout: Layout, cluster: Cluster, *, layers: int) -> float:
     """Seconds of context parallelism's gathers and sums in one micro-batch, which nothing hides.
 
     A layer gathers keys and values, once more where it is recomputed, and scatters the sums of their gradients.
@@ -213,7 +244,7 @@ def cp_s(job: Job, layout: Layout, cluster: Cluster) -> float:
     gathers = 1 if layout.recompute == "none" else 2
     scatter = link.gather_s if cluster.kind == "cuda" else link.all_reduce_s  # gloo has no reduce-scatter
     seconds = gathers * link.gather_s(num_bytes, layout.cp, calls=2) + scatter(num_bytes, layout.cp, calls=2)
-    return stage_layers(job, layout) * seconds
+    return layers * seconds
 
 
 def pp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> float:
@@ -234,20 +265,18 @@ def dp_s(
     cluster: Cluster,
     *,
     num_shards: int,
-    forward: Pass,
-    backward: Pass,
+    slowest: MicroBatch,
 ) -> float:
     """Seconds of data parallelism's gathers and reductions that computing does not hide.
 
-    ddp hides in the last micro-batch's backward; fsdp and ZeRO-3 in every pass that gathers or reduces, but for the
-    first layer's gather and the last one's reduction; a pipeline reduces after its schedule. Groups add up in hsdp's
-    last backward, and agree after local-sgd's update.
+    ddp hides in the last micro-batch's backward; fsdp and ZeRO-3 in every pass that gathers or reduces; a pipeline
+    reduces after its schedule. Groups add up in hsdp's last backward, and agree after local-sgd's update.
     """
     if layout.gradient_ranks == 1:
         return 0.0
     sharing = SHARING[layout.strategy]
     parameters = stage_parameters(job, layout)
-    layers = stage_layers(job, layout) + 1
+    layers = slowest.layers + 1
     link = cluster.link(num_shards, stride=layout.tp * (layout.pp if layout.stages else 1))
     gather = link.gather_s(model.program.gather_bytes * parameters, num_shards, calls=layers)
     reduced_bytes = model.program.reduce_bytes * parameters
@@ -262,23 +291,26 @@ def dp_s(
     gathered = sharing.gathers / 2 * gather
     again = 0.0 if layout.gathers_once else gathered  # in backward
     hides = model.time.hides if layout.pp == 1 and not layout.stages else 0.0
-    forward_hides, backward_hides = hides * forward.computing(), hides * backward.computing()
+    forward_hides, backward_hides = (
+        hides * slowest.forward.seconds,
+        hides * (slowest.recompute + slowest.backward).seconds,
+    )
     if not sharing.reduces_each:
-        return _exposed(reduce, backward_hides, model, layers) + across
+        return _exposed(reduce, backward_hides, model) + across
     gathering = 1 if layout.gathers_once else layout.accumulation  # micro-batches that do
     reducing = 1 if layout.reduces_once else layout.accumulation
-    exposed = gathering * _exposed(gathered, forward_hides, model, layers)
-    exposed += reducing * _exposed(again + reduce, backward_hides, model, layers)
-    exposed += (layout.accumulation - reducing) * _exposed(again, backward_hides, model, layers)
+    exposed = gathering * _exposed(gathered, forward_hides, model)
+    exposed += reducing * _exposed(again + reduce, backward_hides, model)
+    exposed += (layout.accumulation - reducing) * _exposed(again, backward_hides, model)
     return exposed + max(0.0, across - max(0.0, backward_hides - again - reduce))
 
 
-def _exposed(communication: float, hides: float, model: CostModel, layers: int) -> float:
+def _exposed(communication: float, hides: float, model: CostModel) -> float:
     """Seconds of communication that computing does not hide.
 
-    At least the first layer's are exposed, and hidden communication slows computing by its contention.
+    What is hidden slows computing by its contention.
     """
-    return max(communication - hides, communication / layers, model.time.contention * communication)
+    return max(communication - hides, model.time.contention * communication)
 
 
 # Updating
@@ -311,7 +343,8 @@ def _muon_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, num
     sharing = SHARING[layout.strategy]
     holders = num_shards if layout.strategy == "local-sgd" else layout.gradient_ranks
     ranks = holders * layout.tp
-    flops = stage_layers(job, layout) * job.orthogonalizing_flops / ranks
+    layers = max(stage_layers(job, layout, stage=stage) for stage in stages_with_most(job, layout))
+    flops = layers * job.orthogonalizing_flops / ranks
     parts = {"Muon's products": flops / (model.time.sustained * cluster.matmul_tflops * 1e12)}
     if ranks > 1:
         stage = 0 if layout.at is None else layout.at[1]

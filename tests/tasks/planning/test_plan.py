@@ -177,7 +177,7 @@ def with_compilers(*devices: int, memory_gib: float = 12.0) -> Inventory:
 
 def test_layers_that_a_trial_could_not_compile_stay_eager_on_other_hosts(tmp_path: Path, tiny_shards: Path) -> None:
     hosts = with_compilers(2, 1)
-    compiled = planned(tmp_path, tiny_shards, micro_batch=0, hosts=hosts, train__steps=1_000_000)
+    compiled = planned(tmp_path, tiny_shards, micro_batch=0, hosts=hosts, train__steps=10_000_000)
     assert compiled.compiled, "by choice"
     why = "compile off: a trial with it failed"
     eager = without_compile(compiled, inventory=hosts, why=why)

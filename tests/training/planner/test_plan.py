@@ -163,7 +163,7 @@ def test_padding_does_not_count_as_tokens() -> None:
         (
             0.5,
             500,
-            r"500 steps: train.target_minutes = \S+; a step takes 25 ms .* takes all 1,000, about 25 s of training",
+            r"500 steps: train.target_minutes = \S+; a step takes 24 ms .* takes all 1,000, about 24 s of training",
         ),
         (0.01, 200, r"200 steps: .*, and 200 is the minimum, 20% of train.steps; train.target_minutes=0 takes all"),
     ],
