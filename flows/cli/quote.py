@@ -66,7 +66,7 @@ def _table(quote: Any) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     meeting = [row for row in quote.rows if row.meets]
     shown = meeting[:MOST_SHOWN] or sorted(quote.rows, key=lambda row: (not row.meets_deadline, row.train_s))[:NEAREST]
     shown += [row for _, row in marks if row is not None and row not in shown]
-    rows = []
+    rows = list[tuple[str, ...]]()
     for row in shown:
         least, most = map(format_duration, row.train_range_s)
         cost = "no price"

@@ -37,7 +37,6 @@ LIMITS = {
     "optimizer": "memory bandwidth",
     "recomputing": "memory size",
     "offload": "memory size",
-    "launching": "kernel launches",
 }
 LEFT_OUT = (
     "times are of training steps alone: start-up, compiling, validation, checkpoints, evaluation, export and waiting "

@@ -12,8 +12,15 @@ from training.records.words import format_duration
 
 GREY, MEETS = "#555555", "#e8f3e8"
 MARKERS = "osD^vP"  # beside ten colors, so that sixty kinds of GPUs differ
-TICKS_S = (60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86_400, 2 * 86_400, 4 * 86_400, 7 * 86_400, 14 * 86_400)
-TICKS_S += (30 * 86_400, 60 * 86_400, 180 * 86_400, 365 * 86_400, 3650 * 86_400)
+TICKS_S = (
+    60,
+    300,
+    900,
+    3600,
+    4 * 3600,
+    12 * 3600,
+    *(days * 86_400 for days in (1, 2, 4, 7, 14, 30, 60, 180, 365, 3650)),
+)
 
 
 def draw_quote(path: Path, quote: Quote) -> None:

@@ -94,6 +94,7 @@ class Cluster:
     is_measured: bool = True  # the rate of matrix products
     host_memory_gib: float = float("inf")  # the smallest host's
     attention_tflops: float = 0.0  # rate of fused attention over long contexts
+    launch_slowdown: float = 1.0  # times as long as on the run's fastest CPU it takes to launch operations
 
     @property
     def num_hosts(self) -> int:

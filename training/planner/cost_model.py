@@ -97,14 +97,13 @@ CPU_SCORES = 12.0  # bytes per head and pair of tokens: with dropout, attention 
 # transformers' LlamaRMSNorm runs as six kernels: to fp32, squared, averaged, multiplied, to 16 bits, by its weights; 36
 # bytes a number where a fused norm moves 4, twice a layer.
 EAGER_NORM_BYTES = 64.0
-SUSTAINED = {
-    "cpu": 1.0,
-    "cuda": 0.89,
-}  # of products' rate, by planner_vs_published: torch's FSDP 0.80 to 0.97, Megatron 1
+# Of products' rate, in whole steps: the middle of what torch's FSDP programs reach in planner_vs_published, 0.80 to
+# 0.97 (Megatron's 1, all rows together 0.95).
+SUSTAINED = {"cpu": 1.0, "cuda": 0.89}
 # Counted for GPUs. On a CPU what lies between products is bound by arithmetic too: as long as so many passes at the
 # rate of a copy, from steps of 43 ms compiled and 50 eager (4 layers of 128), and 480 (6 of 384): docs/benchmarks.md.
 PASSES = {("cpu", True): 5.5, ("cpu", False): 6.5, ("cuda", True): 1.6, ("cuda", False): 2.8}
-CPU_OP_S = 12e-6  # of each of a layer's operations: 20 compiled, 70 eager. A GPU computes while its host launches
+OP_S = {"cpu": 12e-6, "cuda": 8e-6}  # of the host, for each of a layer's operations: 20 compiled, 70 eager
 TORCH_GIB = {"cpu": 0.42, "cuda": 1.5}  # torch + transformers resident; CUDA context and NCCL buffers
 DEEPSPEED_GIB = 0.21  # resident besides
 
@@ -155,7 +154,7 @@ class TimeCosts:
     norm_bytes: float = 0.0  # that a layer's two norms move per number between layers, beyond what `passes` count
     accumulated_bytes: float = 0.0  # moved per parameter and micro-batch: casts of weights, sums of gradients
     skips_masked: bool = True  # attention computes only what a causal mask leaves
-    launching_s: float = 0.0  # to launch a layer's forward pass, where the device does not compute meanwhile
+    launching_s: float = 0.0  # of the host, to launch a layer's forward pass
     across_bytes: float = 4.0  # per gradient and step, sent between groups
     hides: float = 0.8  # share of computing that communication can go on beside
     tp_exposed: float = 1.0  # share of tensor parallelism's sums that nothing hides
@@ -237,7 +236,7 @@ def our_cost_model(
             passes=PASSES[kind, compiled],
             norm_bytes=EAGER_NORM_BYTES if kind == "cuda" and not compiled and job.is_gated else 0.0,
             accumulated_bytes=_accumulated_bytes(strategy, job) if kind == "cuda" else 0.0,
-            launching_s=CPU_OP_S * (20 if compiled else 70) if kind == "cpu" else 0.0,
+            launching_s=OP_S[kind] * (20 if compiled else 70),
             skips_masked=kind == "cuda",
             scatters_sums=is_ours,
             hides=0.8 if kind == "cuda" and not is_ours else 0.0,

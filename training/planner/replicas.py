@@ -35,13 +35,11 @@ COMPUTING = ("products", "attention", "memory-bound", "recomputing")  # parts of
 
 @dataclass(frozen=True, eq=False)
 class RankDevice:
-    """The device of a rank, and its precision. `cluster`: the run's, as if all its devices were like this one.
-    `launch_slowdown`: how many times as long as on the fastest device it takes to launch operations."""
+    """The device of a rank, and its precision. `cluster`: the run's, as if all its devices were like this one."""
 
     name: str
     precision: Precision
     cluster: Cluster
-    launch_slowdown: float
 
     @property
     def usable_gib(self) -> float:
@@ -143,9 +141,7 @@ class RankPrices:
         """Return the seconds of a step by part, if all ranks were like this one; corrected."""
         view = self._view(layout, rank, micro_batch, accumulation)
         parts = seconds_of(self.config, self.job_of(rank), view, self._cluster(rank))
-        parts = correct_seconds(parts, self.correction(layout))
-        slowdown = rank.device.launch_slowdown
-        return {part: seconds * (slowdown if part == "launching" else 1.0) for part, seconds in parts.items()}
+        return correct_seconds(parts, self.correction(layout))
 
     def _memory(self, layout: Layout, rank: Rank, micro_batch: int) -> dict[str, float]:
         """Return GiB by part; with stages of given sizes, with as many micro-batches in flight as there can be."""
@@ -293,7 +289,7 @@ class RankPrices:
 
     def _computing(self, layout: Layout, rank: Rank, micro_batch: int) -> float:
         parts = self.seconds(layout, rank, micro_batch, 1)
-        return sum(parts.get(part, 0.0) for part in (*COMPUTING, "launching"))
+        return sum(parts.get(part, 0.0) for part in COMPUTING)
 
     def unequal_stages(
         self,
@@ -344,7 +340,7 @@ def rank_devices(
 
     CPU ranks of one host share its cores, and so its rates; launching is their work too.
     """
-    alone: dict[int, tuple[Device, Cluster, float]] = {}  # unlike devices, as the clusters that they would be alone
+    alone: dict[int, tuple[Device, Cluster]] = {}  # unlike devices, as the clusters that they would be alone
     keys = list[int]()
     for host, ranks in zip(inventory.hosts, run.ranks_per_host, strict=False):
         for device in host.devices[:ranks]:
@@ -352,20 +348,17 @@ def rank_devices(
             if keys[-1] not in alone:
                 devices, number = (host.devices, ranks) if inventory.device_kind == "cpu" else ((device,), 1)
                 only = Inventory(hosts=(host.model_copy(update={"devices": devices}),))
-                own, common = (
-                    cluster_of(only, (number,), precision=each) for each in (precision.of(device), precision.common)
-                )
-                alone[keys[-1]] = device, own, common.matmul_tflops
+                alone[keys[-1]] = device, cluster_of(only, (number,), precision=precision.of(device))
     kinds = list[list[int]]()
-    for key, (device, own, _) in alone.items():
+    for key, (device, own) in alone.items():
         for kind in kinds:
-            other, cluster, _ = alone[kind[0]]
+            other, cluster = alone[kind[0]]
             if device.name == other.name and _are_alike(own, cluster):
                 kind.append(key)
                 break
         else:
             kinds.append([key])
-    fastest = max(tflops for *_, tflops in alone.values())
+    fastest = max(cluster.matmul_tflops for _, cluster in alone.values())
     memory_known = all(device.memory_gb_per_s for device, *_ in alone.values())
     found = []
     for kind in kinds:
@@ -375,9 +368,10 @@ def rank_devices(
             for field in ("matmul_tflops", "memory_gb_per_s", "attention_tflops", "memory_gib")
             if memory_known or field != "memory_gb_per_s"
         }
-        slowdown = fastest / min(alone[key][2] for key in kind) if run.kind == "cpu" and len(kinds) > 1 else 1.0
+        if run.kind == "cpu":
+            rates["launch_slowdown"] = fastest / rates["matmul_tflops"]
         cluster = replace(run, **rates) if len(kinds) > 1 else run
-        found.append(RankDevice(device.name, precision.of(device), cluster, slowdown))
+        found.append(RankDevice(device.name, precision.of(device), cluster))
     number_of = {key: number for number, kind in enumerate(kinds) for key in kind}
     return found, [number_of[key] for key in keys]
 

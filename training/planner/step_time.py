@@ -113,7 +113,8 @@ def _micro_batch(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *
     layers, tokens = stage_layers(job, layout, stage=stage), layout.tokens(job)
     layer, products_backward = _layer(job, layout, model, cluster, tokens)
     attention = 2.5 if model.program.kept.scores == 0 else 2.0  # fused attention's backward recomputes its scores
-    launching = Pass(memory=model.time.launching_s)
+    hidden = layer.seconds if cluster.kind == "cuda" else 0.0  # a GPU computes while its host launches what comes next
+    launching = Pass(memory=max(0.0, model.time.launching_s * cluster.launch_slowdown - hidden))
     layer += launching
     forward = layer * layers
     backward = (

@@ -50,7 +50,7 @@ def test_unlike_hosts_get_unequal_shares_and_the_plan_says_why() -> None:
         why,
     )
     computing = [sum(each.predicted.step_s.get(part, 0.0) for part in COMPUTING) for each in (plan, equal)]
-    assert computing[1] == pytest.approx(1.5 * computing[0], rel=0.05)
+    assert 1.15 < computing[1] / computing[0] < 1.5, "what a host launches does not grow with its share"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_ranks_of_one_cpu_share_its_cores_and_so_the_chances_of_a_measurement() 
 def test_a_replica_is_as_fast_as_its_slowest_device() -> None:
     """dp lies between pp and tp: with tp replica 0 is hosts 0 and 1, with pp hosts 0 and 2; one of them is slow."""
     config = tiny_config(train__global_batch=24, train__micro_batch=0, parallel__tp=2, parallel__strategy="ddp")
-    assert make_plan(config, unlike(0.2, 0.2, 0.2, 0.1)).micro_batches == (15, 9), "sums take both as long"
+    assert make_plan(config, unlike(0.2, 0.2, 0.2, 0.1)).micro_batches == (14, 10), "sums take both as long"
     config = tiny_config(train__global_batch=24, train__micro_batch=0, parallel__pp=2, parallel__strategy="ddp")
     plan = make_plan(config, unlike(0.2, 0.1, 0.2, 0.2))
     assert (plan.micro_batches, plan.accumulation) == ((8, 4), 2)

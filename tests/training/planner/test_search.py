@@ -102,7 +102,7 @@ def test_what_a_refusal_counts_adds_up_and_its_cures_help() -> None:
 
 
 def test_a_layout_that_fills_the_memory_is_taken_only_where_nothing_is_near() -> None:
-    """8B at 8,192 tokens on 8 H100: one that needs less is as fast within 2%."""
+    """8B at 8,192 tokens on 8 H100: one that needs less is as fast within 3%."""
     plan = planned(LLAMA_8B, "1x8xH100-80GB-SXM", context=8192)
     assert sum(plan.predicted.memory_gib.values()) <= 0.9 * plan.ranking[0].usable_gib
 
