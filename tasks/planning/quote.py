@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import math
 import multiprocessing
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from tasks.display.numbers import format_money
+from tasks.hardware.machine import usable_cores
 from tasks.planning.machines import Machine, Machines
 from tasks.planning.plan import plan_run
 from tasks.planning.text import TextEstimate
@@ -260,7 +260,7 @@ def _gpus(hosts: str, *, fp8: bool) -> tuple[str, int, float]:
 @contextmanager
 def _mapped(plan: Callable[[str], Answer], *, number: int) -> Iterator[Callable[..., Iterable[Answer]]]:
     """Give what maps `plan` over hosts: in a process for each core, where there is enough to do."""
-    cores = min(len(os.sched_getaffinity(0)), number)
+    cores = min(usable_cores(), number)
     if cores < 2 or number < WORTH_PROCESSES:
         yield partial(map, plan)
         return

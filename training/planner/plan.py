@@ -28,6 +28,7 @@ from training.planner.mixture import describe_packing, describe_sources, one_pas
 from training.planner.model_shape import check_positions, model_shape, vocab_size
 from training.planner.precision import FP8_MULTIPLE, ChosenPrecision, own_precisions, resolved_precision
 from training.planner.pricing import predict, price_memory_copies, seconds_of
+from training.planner.replicas import COMPUTING
 from training.planner.search import TIED
 from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory
@@ -247,6 +248,10 @@ class Choice:
     @property
     def step_s(self) -> float:
         return self.chosen.best.step_s
+
+    @property
+    def computing_s(self) -> float:
+        return sum(self.chosen.best.seconds.get(part, 0.0) for part in COMPUTING)
 
     @property
     def tokens_per_s(self) -> float:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from training.config.parallel import IN_SHARDS, WITH_CP, WITH_PP, WITH_TP, Stages, StrategyName, offloads
@@ -106,17 +106,20 @@ def _rank_meshes(
     def prices(ranks: int) -> RankPrices:
         return RankPrices(config, job, inventory, _filled(inventory, ranks), precision, corrections)
 
-    def priced_on(some: Iterable[Mesh]) -> list[PricedLayout]:
+    def priced_on(some: Iterable[Mesh], may_win: Callable[[Layout], bool] = lambda layout: True) -> list[PricedLayout]:
         return [
             by_rank.price(layout)
             for mesh in some
             if refusals[mesh] is None
             for by_rank in [prices(_num_ranks(config, inventory, mesh))]
             for layout in _layouts(config, shape, by_rank.run, mesh)
+            if may_win(layout)
         ]
 
     last_resort = {"zero3"} if config.parallel.strategy == "auto" and inventory.device_kind == "cuda" else set()
-    priced = priced_on(mesh for mesh in meshes if mesh.strategy not in last_resort)
+    interleaved = {mesh for mesh in meshes if mesh.stages_per_rank > 1 and not config.parallel.pp_stages_per_rank}
+    priced = priced_on(mesh for mesh in meshes if mesh.strategy not in last_resort and mesh not in interleaved)
+    priced += priced_on((mesh for mesh in meshes if mesh in interleaved), _may_win_by_interleaving(priced))
     is_left_out = bool(last_resort) and any(
         each.fits and each.layout.offload == "none" and each.layout.strategy in IN_SHARDS for each in priced
     )
@@ -130,6 +133,21 @@ def _rank_meshes(
     unfitting = sorted((each for each in priced if not each.fits), key=lambda each: (each.missing_gib, each.needed_gib))
     refused = tuple(refusal for refusal in refusals.values() if refusal is not None)
     return Ranking(job, best_first(fitting), tuple(unfitting), refused, (LEFT_OUT,) if is_left_out else ())
+
+
+def _may_win_by_interleaving(priced: Iterable[PricedLayout]) -> Callable[[Layout], bool]:
+    """Return whether a layout could be the fastest if interleaving its stages cost nothing; it takes more memory."""
+    fitting = {each.layout: each for each in priced if each.fits}
+    fastest_s = min((each.step_s for each in fitting.values()), default=0.0)
+
+    def may_win(layout: Layout) -> bool:
+        plain = fitting.get(replace(layout, stages_per_rank=1))
+        if plain is None:
+            return False
+        saved_s = plain.seconds.get("pipeline bubble", 0.0) * (1 - 1 / layout.stages_per_rank)
+        return plain.step_s - saved_s < fastest_s
+
+    return may_win
 
 
 # The order
