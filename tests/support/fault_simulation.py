@@ -764,7 +764,7 @@ class Trainer:
         else:
             return
         with suppress(OSError):  # the real one warns
-            prune(self.world.run_dir, config)
+            prune(self.world.run_dir, self.plan.config)
 
     def _try_checkpoint(self, step: int) -> None:
         world, folder = self.world, checkpoint_folder(self.world.run_dir, step)
