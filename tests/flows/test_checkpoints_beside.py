@@ -43,7 +43,7 @@ def evaluated_steps(run_dir: Path) -> list[int]:
     return [each.own.step for each in evaluations_of(run_dir)]
 
 
-@pytest.mark.slow
+@pytest.mark.long  # other tests leave the evaluator no CPU
 def test_checkpoints_get_their_losses_beside_a_training_that_is_killed_resumed_and_undisturbed(
     tmp_path: Path, begun_home: Path
 ) -> None:
