@@ -26,8 +26,8 @@ from training.records.words import format_duration
 from training.shards.packing import Epoch
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
-ALWAYS = 48  # inventories that are planned in any case; beyond these, only those that could still be the answer
-AT_A_TIME = 16  # planned before the next look at which others could be
+ALWAYS = 24  # inventories that are planned in any case; beyond these, only those that could still be the answer
+AT_A_TIME = 8  # planned before the next look at which others could be
 WORTH_PROCESSES = 8  # plans of about 0.1 s each, for which other processes are started
 LIMITS = {
     "products": "compute",
