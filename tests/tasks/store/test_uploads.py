@@ -137,7 +137,7 @@ def test_the_store_keeps_what_the_config_keeps_also_after_the_machine_is_lost(
         for step, loss in losses.items():
             checkpoint(run_dir, step, val_loss=loss)
             until(lambda step=step: step in steps_on(s3, url), f"step {step} is on the store")  # type: ignore[misc]
-            prune(run_dir, config.checkpoint)
+            prune(run_dir, config)
     assert steps_on(s3, url) == [20, 40, 50]
     assert [int(path.name) for path in finished_checkpoints(run_dir)] == [20, 40, 50]
     shutil.rmtree(run_dir / "checkpoints")  # another machine, which brings only the newest
