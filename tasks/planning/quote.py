@@ -45,7 +45,7 @@ LEFT_OUT = (
 
 
 class HostsPlan(Record):
-    """What the plan for some hosts predicts. `hosts`: as `plan --hosts` takes them; ranges as the plan's of a step.
+    """The prediction of a plan for some hosts. `hosts`: as `plan --hosts` takes them; ranges as the plan's of a step.
 
     `limited_by`: what takes most of a step; `limited_share`: its share; `compute_share`: of products and attention.
     """
@@ -124,7 +124,7 @@ class Quote(Record):
 
 
 class Goals(NamedTuple):
-    """What is asked for; None: not. `objectives` are compared as tuples, the smallest is the best."""
+    """The deadline and the budget of a quote; None: there is none. `objectives` are tuples, the smallest is the best."""
 
     deadline_s: float | None
     budget: float | None

@@ -54,7 +54,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank computes for one micro-batch. `layers`: so many of the model's are the rank's."""
+    """The computing of one micro-batch on one rank. `layers`: so many of the model's are the rank's."""
 
     forward: Pass
     recompute: Pass

@@ -190,7 +190,7 @@ class RankedLayout(Record):
 
 
 class DeviceShare(Record):
-    """What a kind of device has in a plan for unlike ones: its ranks, and its fullest rank's micro-batch and memory."""
+    """The share of a kind of device in a plan for unlike ones: its ranks, the micro-batch and memory of the fullest."""
 
     device: str
     ranks: int
