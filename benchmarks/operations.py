@@ -354,7 +354,7 @@ def main() -> None:
         show_runs(queued, at_once, size=size)
     if args.plot:
         plot(args.plot, long, rounds, struck)
-    ours = [long, *(each[OURS] for each in rounds), *([struck[OURS]] if struck else []), at_once, queued]
+    ours: list[Any] = [long, *(each[OURS] for each in rounds), *([struck[OURS]] if struck else []), at_once, queued]
     result = {
         "runs_lost": queued.runs_lost + at_once.runs_lost,
         "rows_lost": sum(part.rows_lost for part in ours),

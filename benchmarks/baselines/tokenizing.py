@@ -93,4 +93,5 @@ def main(way: str, corpus: Path, tokenizer: Path, output: Path, workers: int) ->
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(Path, sys.argv[2:5]), int(sys.argv[5]))
+    corpus, tokenizer, output = map(Path, sys.argv[2:5])
+    main(sys.argv[1], corpus, tokenizer, output, int(sys.argv[5]))

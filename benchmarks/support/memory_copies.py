@@ -33,7 +33,12 @@ def main(plan_path: Path, rounds: int) -> None:
         memory = HostMemory(plan, rank=rank, run_dir=plan_path.parent)
         state = restore(plan, rank=rank, run_dir=plan_path.parent, memory=memory)
         with MemorySaver(
-            memory, plan=plan, strategy=state.strategy, micro_batches=state.micro_batches, loaded=None
+            memory,
+            plan=plan,
+            strategy=state.strategy,
+            micro_batches=state.micro_batches,
+            spikes=state.spikes,
+            loaded=None,
         ) as saver:
             found = [time_round(state, saver, number) for number in range(1 + rounds)][1:]
     if rank.rank == 0:
