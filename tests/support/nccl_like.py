@@ -43,7 +43,7 @@ class NcclLike(dist.ProcessGroup):
     """The group; `connections` are those that were made, by the ranks that took part."""
 
     def __init__(self, options: Any) -> None:
-        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]  # its stub has another one
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self.store, self.timeout = options.store, options.timeout
         self.world_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         place = dist.PrefixStore("gloo", self.store), options.group_rank, options.group_size
