@@ -124,7 +124,7 @@ class Quote(Record):
 
 
 class Goals(NamedTuple):
-    """The deadline and the budget of a quote; None: none. `objectives` are tuples, of which the smallest is the best."""
+    """The deadline and the budget of a quote; None: none. `objectives` are tuples, the smallest is the best."""
 
     deadline_s: float | None
     budget: float | None
