@@ -364,7 +364,7 @@ def _choose(question: Question) -> Choice:
         why = f"precision: with {asked} on all devices a step would take {1 / as_long:.2f}x as long"
         return replace(in_other, why=(why,))
     why = f"precision: with {other}{' on all devices' * asked.is_mixed} a step would take {as_long:.2f}x as long"
-    if as_long < 1:
+    if as_long < 1 and not asked.is_mixed:
         why += ", which is less than the prediction can tell apart"
     return replace(choice, why=(why,))
 
