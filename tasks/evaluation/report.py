@@ -10,7 +10,14 @@ from collections.abc import Iterable
 from tasks.evaluation.beside import CheckpointEvaluation
 from tasks.evaluation.evaluate import Subject
 from tasks.registry.tags import TAG, note_evaluation
-from tasks.tracking.client import TRAINING_PAGES, check_artifacts, experiment_of, registry_client, run_or_none
+from tasks.tracking.client import (
+    TRAINING_PAGES,
+    check_artifacts,
+    experiment_of,
+    log_inputs,
+    registry_client,
+    run_or_none,
+)
 from tasks.workspace.paths import tracking_uri
 from training.records.results import EvalReport, SourceFigures
 from training.records.words import counted
@@ -119,7 +126,7 @@ def log_to_mlflow(report: EvalReport, subject: Subject, *, text: str) -> str:
         source_type="local",
         source=f'{{"uri": "{source}"}}',
     )
-    client.log_inputs(run_id, models=[LoggedModelInput(model_id)], datasets=[DatasetInput(dataset)])
+    log_inputs(client, run_id, models=[LoggedModelInput(model_id)], datasets=[DatasetInput(dataset)])
     now, tied = int(time.time() * 1000), {"dataset_name": dataset.name, "dataset_digest": dataset.digest}
     metrics = [
         Metric(key, value, now, report.step, model_id=model_id, run_id=run_id, **tied)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.registry.models import example_prompt
 from tasks.registry.tags import TAG
+from tasks.tracking.client import log_inputs
 
 if TYPE_CHECKING:
     from mlflow.entities import Dataset, LoggedModel, Run
@@ -152,7 +153,7 @@ def _link(
     known = [given.dataset for given in run.inputs.dataset_inputs] if run.inputs else []
     dataset = known[0] if known else _dataset(tags[f"{TAG}dataset_fingerprint"], shards_dir=shards_dir)
     if not known:
-        client.log_inputs(run.info.run_id, datasets=[DatasetInput(dataset)])
+        log_inputs(client, run.info.run_id, datasets=[DatasetInput(dataset)])
     now, dataset_of = int(time.time() * 1000), {"dataset_name": dataset.name, "dataset_digest": dataset.digest}
     metrics = [Metric(name, value, now, step, model_id=model.model_id, **dataset_of) for name, value in figures.items()]
     for start in range(0, len(metrics), METRICS_PER_REQUEST):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from tasks.tracking.database import cure_of, make_database
@@ -95,6 +95,18 @@ def run_or_none(client: MlflowClient, mlflow_run_id: str) -> Run | None:
         if error.error_code in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
             return None
         raise
+
+
+def log_inputs(client: MlflowClient, run_id: str, **inputs: list[Any]) -> None:
+    """Log a run's inputs. If another run makes the row of the same data set at once, MLflow refuses ours."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.log_inputs(run_id, **inputs)
+    except MlflowException as error:
+        if not any(name in str(error) for name in ("IntegrityError", "UniqueViolation")):  # SQLite, MySQL; PostgreSQL
+            raise
+        client.log_inputs(run_id, **inputs)  # now it finds the row
 
 
 def check_artifacts(client: MlflowClient, experiment_id: str) -> None:

@@ -26,6 +26,7 @@ from tasks.tracking.client import (
     check_artifacts,
     connect,
     experiment_of,
+    log_inputs,
     mlflow_command,
     mlflow_gc_command,
     run_or_none,
@@ -246,7 +247,7 @@ def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
         source=f'{{"uri": "{Path(plan.shards_dir).as_uri()}"}}',
         profile=f'{{"train_tokens": {shards.tokens("train")}, "validation_tokens": {shards.tokens("validation")}}}',
     )
-    client.log_inputs(plan.mlflow_run_id, datasets=[DatasetInput(dataset)])
+    log_inputs(client, plan.mlflow_run_id, datasets=[DatasetInput(dataset)])
     now, counts = int(time.time() * 1000), Ledger.total([shards])
     metrics = [Metric(f"data/{name}", number, now, 0) for name, number in counts.items()]
     client.log_batch(plan.mlflow_run_id, metrics=metrics)

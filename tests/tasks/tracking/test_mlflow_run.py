@@ -6,14 +6,18 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput
 
 from tasks.runs.errors import RunStopped
+from tasks.tracking.client import connect, log_inputs
 from tasks.tracking.final_status import mark_prefect_knows, reconcile_mlflow
 from tasks.tracking.mlflow_run import TrackedRun, describe, tracked
 from tasks.workspace.paths import run_folder
@@ -214,3 +218,21 @@ def test_the_description_follows_the_run_unless_somebody_wrote_one(home: Path) -
     client.set_tag(run.mlflow_run_id, "mlflow.note.content", "the one with the bad seed")
     describe(run, "done again")
     assert description() == "the one with the bad seed"
+
+
+def test_runs_that_log_one_data_set_at_the_same_instant_both_have_it(home: Path) -> None:
+    client, store = connect(), f"sqlite:///{home}/mlflow.db"
+    experiment_id = client.create_experiment("verses")
+    run_ids = [client.create_run(experiment_id).info.run_id for _ in range(4)]
+    for number in range(10):
+        given = DatasetInput(Dataset(name="verses", digest=str(number), source_type="local", source="{}"))
+        started = threading.Barrier(len(run_ids))
+
+        def log(run_id: str, given: DatasetInput = given, started: threading.Barrier = started) -> None:
+            own = MlflowClient(store)
+            started.wait()
+            log_inputs(own, run_id, datasets=[given])
+
+        with ThreadPoolExecutor(len(run_ids)) as pool:
+            list(pool.map(log, run_ids))
+    assert [len(client.get_run(run_id).inputs.dataset_inputs) for run_id in run_ids] == [10] * 4
