@@ -18,7 +18,9 @@ shardline_text: plain text; both on all of the text), `ratio_vs_datasets` and `r
 JSON lines over theirs, on as many workers as there are cores, 2 at most), `ratios_with_start` (the same by way, all on
 the 24 MB), `start_s` (by number of workers: of Shardline's time on the 24 MB what does not grow with the text, by its
 time on all of the text), `linearity_2_workers` (Shardline's rate on 2 over twice that on 1, on all JSON lines, start
-included; null on one core), `linearity_without_start` (the same of the rates at which its time grows with the text),
+included; null on one core), `linearity_of_two_apart` (what the machine allows: the rate on 1, each of two processes
+with 1 beside the other, over that of one alone), `linearity_without_start` (the first of the rates at which its time
+grows with the text),
 `identical` (whether all documents have the same tokens in all ways, and those of the library tokenizers alone with each
 of the tests' `tokenizers`), `failed` (by way: why it could not run; its ratio is null), `mb` of all text, `mb_compared`
 and `documents`.
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -37,7 +40,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +101,9 @@ def train_tokenizer(corpus: Path, folder: Path) -> Path:
     return shards / "tokenizer"
 
 
-def measure(way: str, corpus: Path, tokenizer: Path, *, workers: int) -> dict[str, Any]:
+def measure(way: str, corpus: Path, tokenizer: Path, *, workers: int, first_core: int = 0) -> dict[str, Any]:
     """Return `seconds`, `tokens` and `digest` of a way in a process of its own, on as many cores as workers."""
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:workers]))
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[first_core:][:workers]))
     with tempfile.TemporaryDirectory() as output:
         program = [sys.executable, "-m", "benchmarks.baselines.tokenizing"]
         command = ["taskset", "-c", cores, *program, way, str(corpus), str(tokenizer), output, str(workers)]
@@ -156,6 +160,9 @@ def run(*, num_bytes: int, repetitions: int) -> dict[str, Any]:
                     raise
                 failed[way] = str(error).splitlines()[-1]
         large = {(kind, workers): measured("shardline", kind, workers) for workers in numbers for kind in KINDS}
+        with ThreadPoolExecutor(most) as pool:  # each core has a process of its own
+            alone = functools.partial(measure, "shardline", folder / "lines", tokenizer, workers=1)
+            apart = [list(pool.map(lambda core: alone(first_core=core), range(most))) for _ in range(repetitions)]
         differing = differing_cases(folder / "compared", folder / "cases")
     rates = {key: compared / 1e6 / _seconds(each) for key, each in rows.items()}
     with_start = {way: rates["shardline", most] / rates[way, most] for way in WAYS if (way, most) in rates}
@@ -176,6 +183,9 @@ def run(*, num_bytes: int, repetitions: int) -> dict[str, Any]:
         "start_s": {str(n): round(seconds, 2) for n, seconds in start_s.items()},
         "failed": failed,
         "linearity_2_workers": round(rates["shardline", 2] / rates["shardline", 1] / 2, 3) if most == 2 else None,
+        "linearity_of_two_apart": (
+            round(_seconds(large["lines", 1]) / _seconds(itertools.chain(*apart)), 3) if most == 2 else None
+        ),
         "linearity_without_start": round(s_per_byte[1] / s_per_byte[2] / 2, 3) if most == 2 else None,
         "identical": not differing
         and len({(row["digest"], row["tokens"]) for each in rows.values() for row in each}) == 1,
@@ -188,7 +198,7 @@ def run(*, num_bytes: int, repetitions: int) -> dict[str, Any]:
     }
 
 
-def _seconds(rows: list[dict[str, Any]]) -> float:
+def _seconds(rows: Iterable[dict[str, Any]]) -> float:
     return statistics.median(row["seconds"] for row in rows)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.data.chunks import Chunk, cut_chunks
-from tasks.data.encoder import SavedTokenizer, TokensDiffer, needs_context
+from tasks.data.encoder import SavedTokenizer, TokensDiffer, forget_words, needs_context
 from tasks.data.engine import Engine, LocalProcesses, run_chunks
 from tasks.data.readers import LONGEST_PIECE, Piece, Place, Span, read_spans
 from tasks.data.sample import READ_FACTOR, chunks_to_read, draw, up_to
@@ -801,6 +801,7 @@ def _tokenize_all(corpus: Corpus, rule: SplitRule, folder: Path, tokenizer: Save
         made[index] = finished
         done_bytes += sum(shard.text_bytes for shard in finished.shards)
         corpus.report("tokens", done_bytes, corpus.total_bytes)
+    forget_words()
     return [made[chunk.index] for chunk in chunks]
 
 

@@ -201,6 +201,11 @@ class _Encoder:
 _encoder = functools.lru_cache(maxsize=1)(_Encoder)  # a process that tokenizes many corpora keeps the last
 
 
+def forget_words() -> None:
+    """Free what gigatoken remembers in this process, which goes on to train or to wait."""
+    _encoder.cache_clear()
+
+
 def _compare(saved: SavedTokenizer, passages: Sequence[Passage]) -> None:
     """Encode text from all parts of a chunk with both libraries; every run takes the same text."""
     texts = list(_sample(passages))

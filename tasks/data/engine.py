@@ -6,6 +6,7 @@ Here processes of this machine do it; flows/stages/engine.py uses Prefect's task
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from training.records.record import write_atomically
 
 MOST_TASKS = 4096  # of a corpus of any size
 TASK_BYTES = 2**26  # of text, about 1 s on one core: shorter tasks would keep the process that distributes them busy
+PARALLELISM = "TOKENIZERS_PARALLELISM"
 PRELOADED = ["tasks.data.sharding", "gigatoken", "awkward"]  # gigatoken imports awkward when it first encodes
 
 
@@ -117,7 +119,7 @@ def see_files(files: SharedFiles, chunk: Chunk) -> None:
 
 
 class LocalProcesses:
-    """Processes of this machine, one per core by default; a small number of tasks runs in this process instead."""
+    """This process and others of this machine, one per core by default; this one alone for a small number of tasks."""
 
     tasks_per_worker = 16
 
@@ -130,27 +132,45 @@ class LocalProcesses:
             yield from (task.run() for task in tasks)
             return
         # This process has threads (tokenizer, progress bar), whose locks a fork would copy. A server without threads
-        # imports what workers need, once, and forks them all: the second pool of a corpus starts within 0.1 s.
+        # imports what workers need, once, and forks them all: the second pool of a corpus starts within 0.1 s. This
+        # process does tasks as they do, so that its core is not idle while the server imports.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         pool = ProcessPoolExecutor(
-            self.workers, mp_context=context, initializer=start_worker, initargs=(dict(os.environ),)
+            self.workers - 1, mp_context=context, initializer=start_worker, initargs=(dict(os.environ),)
         )
+        here = threading.Lock()
+
+        def do(task: Task) -> list[tuple[int, Any]]:
+            if here.acquire(blocking=False):
+                try:
+                    return task.run()
+                finally:
+                    here.release()
+            try:
+                return pool.submit(task.run).result()
+            except (BrokenProcessPool, EOFError, ConnectionError) as error:  # a worker, or the server that starts them
+                raise killed(self.workers) from error
+
+        threads = ThreadPoolExecutor(self.workers)
         try:
-            for future in as_completed(_submitted(pool, tasks)):
-                yield future.result()
-        except BrokenProcessPool as error:
-            raise killed(self.workers) from error
+            with one_thread():
+                for future in as_completed([threads.submit(do, task) for task in tasks]):
+                    yield future.result()
         finally:
+            threads.shutdown(cancel_futures=True)
             pool.shutdown(cancel_futures=True)
 
 
-def _submitted(pool: ProcessPoolExecutor, tasks: Sequence[Task]) -> list[Future[list[tuple[int, Any]]]]:
-    """Submit the tasks, which starts the workers. Raises BrokenProcessPool if their server was killed."""
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let tokenizers encode with one thread, because there are as many processes as cores."""
+    before = os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = "false"
     try:
-        return [pool.submit(task.run) for task in tasks]
-    except (EOFError, ConnectionError) as error:
-        raise BrokenProcessPool("the process that starts workers was killed") from error
+        yield
+    finally:
+        os.environ.pop(PARALLELISM) if before is None else os.environ.update({PARALLELISM: before})
 
 
 def killed(workers: int) -> RuntimeError:
@@ -165,7 +185,7 @@ def start_worker(environment: Mapping[str, str] = MappingProxyType({})) -> None:
     if environment:
         os.environ.clear()
     os.environ.update(environment)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread, because there are as many processes as cores
+    os.environ[PARALLELISM] = "false"  # one thread, because there are as many processes as cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all processes; only the parent handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
