@@ -9,8 +9,8 @@ tokens that was trained on a part of it. Each way runs in a process of its own (
 Shardline's with hashes of text and tokens, fsync and a manifest, the others' as they leave them. Figures are medians
 over the repetitions.
 
-All ways take the same 24 MB (every tenth document), which must give the same tokens. That takes the others 5 to 15 s
-and Shardline less than 1 s, much of it to start. So its rate is measured on all of the text, 240 MB, which takes it
+All ways take the same 24 MB (every twentieth document), which must give the same tokens. That takes the others
+5 to 15 s and Shardline less than 1 s, much of it to start. So its rate is measured on all of the text, 480 MB, which takes it
 seconds too: as JSON lines and as plain text, four large files each. Its start is said apart.
 
 The last line is one JSON object: `mb_per_s_per_core` by way and number of workers (shardline: JSON lines;
@@ -20,10 +20,9 @@ the 24 MB), `start_s` (by number of workers: of Shardline's time on the 24 MB wh
 time on all of the text), `linearity_2_workers` (Shardline's rate on 2 over twice that on 1, on all JSON lines, start
 included; null on one core), `linearity_of_two_apart` (what the machine allows: the rate on 1, each of two processes
 with 1 beside the other, over that of one alone), `linearity_without_start` (the first of the rates at which its time
-grows with the text),
-`identical` (whether all documents have the same tokens in all ways, and those of the library tokenizers alone with each
-of the tests' `tokenizers`), `failed` (by way: why it could not run; its ratio is null), `mb` of all text, `mb_compared`
-and `documents`.
+grows with the text), `identical` (whether all documents have the same tokens in all ways, and those of the library
+tokenizers alone with each of the tests' `tokenizers`), `failed` (by way: why it could not run; its ratio is null), `mb`
+of all text, `mb_compared` and `documents`.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ from tests.support.tokenizer_cases import TOKENIZERS
 from training.config.data import DataConfig
 from training.shards.stream import TokenStream
 
-NUM_BYTES = 240_000_000
+NUM_BYTES = 480_000_000
 FILES = 4
-COMPARED_SHARE = 10  # every tenth document is compared
+COMPARED_SHARE = 20  # of so many documents one is compared
 CASE_DOCUMENTS = 20
 KINDS = {"lines": "shardline", "text": "shardline_text"}
 SPECIAL = re.compile(r"</?s>|<\||<unk>|\[(UNK|SEP)\]")  # which of them are special in a text is the rule's matter
@@ -63,7 +62,7 @@ SPECIAL = re.compile(r"</?s>|<\||<unk>|\[(UNK|SEP)\]")  # which of them are spec
 
 def write_corpus(folder: Path, *, num_bytes: int) -> tuple[int, int]:
     """Write the machine's Python source, a document for each file, to `folder`: `compared` and `lines` have JSON lines,
-    the first of a tenth of the documents; `text` has plain text. Return documents and bytes of `compared`.
+    the first of a twentieth of the documents; `text` has plain text. Return documents and bytes of `compared`.
     """
     documents = compared = written = 0
     with contextlib.ExitStack() as stack:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tasks.data.readers import Piece
-from training.config.run import DataConfig
+from training.config.data import DataConfig
 from training.shards.format import Split
 
 ENOUGH_DOCUMENTS = 20

@@ -11,7 +11,7 @@ from tasks.data.readers.documents import Wanted, pieces_of_document
 from tasks.data.readers.problems import listed, or_exclude, what_rows_are
 from tasks.data.readers.spans import Piece, Place, Span
 from tasks.data.sources import SkippedDocuments
-from training.config.run import DataConfig
+from training.config.data import DataConfig
 from training.store.urls import store_errors
 
 if TYPE_CHECKING:

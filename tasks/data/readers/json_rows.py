@@ -19,7 +19,7 @@ from tasks.data.readers.plain_text import raw_lines
 from tasks.data.readers.problems import cure_of_row, kind_of, listed, not_unicode
 from tasks.data.readers.spans import Piece, Place, Span
 from tasks.data.sources import SkippedDocuments, Source
-from training.config.run import DataConfig
+from training.config.data import DataConfig
 
 LONGEST_INTEGER = 4300  # digits that Python reads as one integer
 LONGEST_ITEM = 2**28  # characters of one item of a JSON array, which is parsed repeatedly until it is complete

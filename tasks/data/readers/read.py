@@ -13,7 +13,7 @@ from tasks.data.readers.spans import Piece, Place, Span
 from tasks.data.readers.tables import read_table
 from tasks.data.row_filter import RowFilter
 from tasks.data.sources import SkippedDocuments, Source, content_problem
-from training.config.run import DataConfig
+from training.config.data import DataConfig
 
 
 def read_spans(spans: Iterable[Span], data: DataConfig, skipped: SkippedDocuments) -> Iterator[Piece]:
