@@ -9,8 +9,8 @@ tokens that was trained on a part of it. Each way runs in a process of its own (
 Shardline's with hashes of text and tokens, fsync and a manifest, the others' as they leave them. Figures are medians
 over the repetitions.
 
-All ways take the same 24 MB (every twentieth document), which must give the same tokens. That takes the others
-5 to 15 s and Shardline less than 1 s, much of it to start. So its rate is measured on all of the text, 480 MB, which takes it
+All ways take the same 24 MB (every twentieth document), which must give the same tokens. That takes the others 5 to 15
+s and Shardline less than 1 s, much of it to start. So its rate is measured on all of the text, 480 MB, which takes it
 seconds too: as JSON lines and as plain text, four large files each. Its start is said apart.
 
 The last line is one JSON object: `mb_per_s_per_core` by way and number of workers (shardline: JSON lines;
