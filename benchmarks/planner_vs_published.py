@@ -1,6 +1,6 @@
 """Compares the plan's arithmetic with published measurements of throughput and memory, row by row.
 
-    python -m benchmarks.planner_vs_published [--quick] [--parts] [--rows FILE] [--memory FILE]
+    python -m benchmarks.planner_vs_published [--quick] [--parts] [--left-out] [--rows FILE] [--memory FILE]
 
 The code that predicts our own runs (memory.py and step_time.py in training/planner) predicts runs of Megatron-LM,
 DeepSpeed, torchtitan and MosaicML here, each with a cost model of that program. A few efficiencies were fitted to the
@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.support.published import SOURCES, Model, Row, models, rows
 from benchmarks.support.rows_as_planned import (
@@ -44,7 +45,7 @@ from benchmarks.support.rows_as_planned import (
 )
 from flows.presets import load_config
 from training.planner.cluster import Cluster, cluster_of
-from training.planner.cost_model import CostModel, Kept, MemoryCosts, Program, TimeCosts
+from training.planner.cost_model import SUSTAINED, CostModel, Kept, MemoryCosts, Program, TimeCosts
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
 from training.planner.memory import memory_gib
@@ -353,6 +354,34 @@ def print_judged(planned: Sequence[PlannedRow]) -> dict[str, Any]:
     return {**found, "families": families}
 
 
+def left_out() -> dict[str, Any]:
+    """Return the errors of each family at the sustained share that fits all other families best, and those shares.
+
+    It is the one constant of a plan's price that has no source of its own: the share of products' rate that whole steps
+    sustain. As `coverage_of_families`, this tells how far off the price is on programs that nothing was fitted to.
+    """
+    errors_at: dict[float, dict[str, list[float]]] = {}
+    for percent in range(80, 101):
+        with patch.dict(SUSTAINED, cuda=percent / 100):
+            errors_at[percent / 100] = {
+                family: [row.error for row in each] for family, each in by_family(own_rows()).items()
+            }
+    shares: dict[str, float] = {}
+    for family in errors_at[1.0]:
+        others = {
+            share: [error for other, each in found.items() if other != family for error in each]
+            for share, found in errors_at.items()
+        }
+        shares[family] = min(others, key=lambda share: median(others[share]))
+    errors = [error for family, share in shares.items() for error in errors_at[share][family]]
+    medians = {family: median(errors_at[share][family]) for family, share in shares.items()}
+    return {
+        "median_error": median(errors),
+        "p90_error": quantiles(errors, n=10, method="inclusive")[-1],
+        "families": {family: {"share": share, "median_error": medians[family]} for family, share in shares.items()},
+    }
+
+
 def judge_files(row_file: Path | None, memory_file: Path | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if row_file:
@@ -397,11 +426,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the same rows, because all of them take a second")
     parser.add_argument("--parts", action="store_true", help="each row's seconds and GiB by part")
+    parser.add_argument("--left-out", action="store_true", help="each family at the constant of the other families")
     parser.add_argument("--rows", type=Path, help="price these rows of JSON instead, as a plan would")
     parser.add_argument("--memory", type=Path, help="judge which of these layouts of JSON fit, as a plan would")
     args = parser.parse_args()
     if args.rows or args.memory:
         print(json.dumps(judge_files(args.rows, args.memory)))
+        return
+    if args.left_out:
+        print(json.dumps(left_out(), indent=2))
         return
     table = []
     for row in rows():
