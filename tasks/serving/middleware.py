@@ -138,7 +138,7 @@ class AdmissionControl:
             if not self.tokens.accepts(header):
                 what = "this access token is not valid" if header else "this server requires an access token"
                 return refusal(path, 401, f"{what}: send the header 'Authorization: Bearer TOKEN'")
-        if headers.get("content-encoding", "identity") != "identity":
+        if headers.get("content-encoding", "").lower() not in ("", "identity"):
             cure = "send it without compression and that header"
             return refusal(path, 415, f"the body has Content-Encoding {headers['content-encoding']}: {cure}")
         if (length := int(headers.get("content-length", "0"))) > self.limits.max_body_bytes:
