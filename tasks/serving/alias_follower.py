@@ -47,7 +47,6 @@ class ServedVersion:
         """`example`: a prompt of the kind of text that it learned from."""
         self.name, self.version, self.engine, self.folder, self.example = name, version, engine, folder, example
         self.loaded_at = int(time.time())
-        self.token_texts = TokenTexts(engine.tokenizer)
         self._used_at = time.monotonic()
         self._users, self._retired, self._lock = 0, False, threading.Lock()
 
@@ -82,6 +81,10 @@ class ServedVersion:
     def chat_template(self) -> BoundedTemplate:
         """Return the tokenizer's chat template. Raises LookupError if the tokenizer has none."""
         return BoundedTemplate.of_folder(self.folder)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        return TokenTexts(self.engine.tokenizer)
 
     @cached_property
     def grammars(self) -> BoundedGrammars:
