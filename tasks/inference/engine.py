@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from tasks.inference.onnx_generator import TextStream, TokenLogprob
+from tasks.inference.onnx_generator import Grammars, TextStream, TokenLogprob
 from training.tokenizer.text_encoder import TextEncoder
 
 
@@ -26,6 +26,7 @@ class Engine(Protocol):
     encoder: TextEncoder  # by the rule of the model's training
     tokenizer: Tokenizer  # the encoder's, which decodes
     end_id: int  # the token that ends a document
+    grammars: Grammars | None  # compiles the grammars of its texts; None: it refuses them
 
     @property
     def ready(self) -> bool:

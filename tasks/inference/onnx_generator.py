@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import math
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +37,8 @@ SCORED_TOKENS = 256  # whose logits are in memory at the same time: 32 MiB with 
 # How long an idle thread spins before it sleeps. It outlasts most operators that run on one thread, so that a decoding
 # step of a small model takes 0.63 times as long as with no spinning; docs/serving.md says what it costs beside others.
 SPIN_US = 20
-KEPT_GRAMMARS = 8  # of the last requests
-MAX_GRAMMAR_CHARS = 250_000  # 20,000 alternatives; llguidance compiles so much in 0.2 to 2 s on one core
+MAX_GRAMMAR_CHARS = 250_000  # 20,000 alternatives
+CHECKED_TOKENS = 1000  # of those with which a grammar lets every text begin
 MIN_TEMPERATURE = 1e-5  # below it the likeliest token is taken, as in vLLM: logits / temperature would overflow
 
 
@@ -130,19 +129,27 @@ class TokenChooser:
         return logits
 
 
+class Compiled(dict[str, Any]):
+    """A grammar with its matcher, an llguidance.LLMatcher, which tells which tokens it allows next."""
+
+    def __init__(self, grammar: Mapping[str, Any], matcher: Any) -> None:
+        super().__init__(grammar)
+        self.matcher = matcher
+
+
 class Grammars:
-    """Makes the matchers of texts that one tokenizer encodes; `end_id`: the token that ends a document."""
+    """Compiles the grammars of texts that one tokenizer encodes; `end_id`: the token that ends a document."""
 
     def __init__(self, tokenizer: Tokenizer, end_id: int) -> None:
         self.tokenizer, self.end_id = tokenizer, end_id
-        self._lock, self._kept = threading.Lock(), dict[str, Any]()  # by source: what _compile returned, oldest first
 
     def matcher(self, grammar: Mapping[str, Any]) -> Any:
-        """Return an llguidance.LLMatcher, which tells which tokens the grammar allows next.
+        """Return a matcher for one text, of a grammar that may be compiled already. Raises what `compile` raises."""
+        compiled = grammar if isinstance(grammar, Compiled) else self.compile(grammar)
+        return compiled.matcher.deep_copy()
 
-        The texts of a request share one compilation. Raises ValueError for an invalid grammar, and for one on which the
-        matcher gives up before the first choice.
-        """
+    def source(self, grammar: Mapping[str, Any]) -> str:
+        """Return a grammar as JSON. Raises ValueError for one that is too large."""
         try:
             source = json.dumps(grammar)
         except RecursionError:
@@ -152,19 +159,14 @@ class Grammars:
                 f"text cannot be constrained by this {next(iter(grammar))} of {len(source):,} characters: simplify it "
                 f"to {MAX_GRAMMAR_CHARS:,} characters at most"
             )
-        if (found := self._kept.get(source)) is None:  # else no other grammar's compilation is waited for
-            with self._lock:
-                if (found := self._kept.get(source)) is None:
-                    found = self._kept[source] = self._compile(source)
-                    if len(self._kept) > KEPT_GRAMMARS:
-                        del self._kept[next(iter(self._kept))]
-        if isinstance(found, str):
-            raise ValueError(found)
-        return found.deep_copy()
+        return source
 
-    def _compile(self, source: str) -> Any:
-        """Return the matcher of a grammar as JSON, or why there is none."""
-        grammar, tokenizer = json.loads(source), self._tokenizer
+    def compile(self, grammar: Mapping[str, Any]) -> Compiled:
+        """Return the grammar with its matcher, which no limit keeps from taking minutes.
+
+        Raises ValueError for an invalid grammar, and for one on which the matcher gives up before the first choice.
+        """
+        grammar, tokenizer = json.loads(self.source(grammar)), self._tokenizer
         from llguidance import LLMatcher
 
         kind = next(iter(grammar))
@@ -174,18 +176,18 @@ class Grammars:
                 rules = LLMatcher.grammar_from_json_schema(grammar["json"], overrides={"whitespace_flexible": False})
             else:
                 rules = LLMatcher.grammar_from_regex(grammar["regex"])
-            if problem := LLMatcher.validate_grammar(rules, tokenizer):
-                return f"text cannot be constrained by this {kind}: {problem}"
             matcher = LLMatcher(tokenizer, rules, log_level=0)
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
             beginning = matcher.deep_copy()
-            beginning.consume_tokens(beginning.compute_ff_tokens())  # those that the grammar prescribes
+            beginning.consume_tokens(beginning.compute_ff_tokens()[:CHECKED_TOKENS])
             beginning.compute_bitmask()
             _check_matcher(beginning, grammar)
-        except GrammarFailed as error:
-            return str(error)
-        except ValueError as error:  # from llguidance, for what its JSON cannot hold
-            return f"text cannot be constrained by this {kind}: {str(error)[:200]}"
-        return matcher
+        except GrammarFailed:
+            raise
+        except ValueError as error:  # for a grammar that is wrong, or holds what llguidance's JSON cannot
+            raise ValueError(f"text cannot be constrained by this {kind}: {str(error)[:2000]}") from None
+        return Compiled(grammar, matcher)
 
     @functools.cached_property
     def _tokenizer(self) -> Any:

@@ -28,6 +28,8 @@ OTHER_ENGINE = "serve with inference.engine=onnx"
 class TorchEngine:
     """Runs an export folder on ranks. Ranks that die are restarted once; meanwhile requests raise EngineDied."""
 
+    grammars = None
+
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
         self.context, self.end_id, self.encoder = open_export(folder)

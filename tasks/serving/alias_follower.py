@@ -11,10 +11,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from tasks.inference.engine import Engine
 from tasks.inference.open_engine import open_engine
 from tasks.registry.models import example_prompt, find_version, parse_ref, replaced_by, resolve
-from tasks.serving.template_process import BoundedTemplate
+from tasks.serving.bounded_process import BoundedGrammars, BoundedTemplate
 from tasks.tracking.client import registry_client
 from tasks.workspace.locks import Locked, exclusive
 from training.config.serving import InferenceConfig
@@ -23,6 +25,19 @@ from training.tracking.redaction import without_credentials
 logger = logging.getLogger(__name__)
 
 IDLE_S = 300  # the previous version is closed after so many seconds without a request
+
+
+class TokenTexts(dict[int, str]):
+    """Texts of tokens by ID. Each is decoded once, because 20 likeliest tokens are listed with each token of a text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        """Decode the token after itself, because SentencePiece drops the space before a first token."""
+        once, twice = (self.tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
+        text = self[token] = str(twice[len(once) :])
+        return text
 
 
 class ServedVersion:
@@ -58,13 +73,22 @@ class ServedVersion:
 
     def _close(self) -> None:
         self.engine.close()
-        if template := self.__dict__.get("chat_template"):
-            template.close()
+        for bounded in (self.__dict__.get("chat_template"), self.__dict__.get("grammars")):
+            if bounded:
+                bounded.process.close()
 
     @cached_property
     def chat_template(self) -> BoundedTemplate:
         """Return the tokenizer's chat template. Raises LookupError if the tokenizer has none."""
         return BoundedTemplate.of_folder(self.folder)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        return TokenTexts(self.engine.tokenizer)
+
+    @cached_property
+    def grammars(self) -> BoundedGrammars:
+        return BoundedGrammars(self.engine)
 
     @property
     def can_chat(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,6 +29,7 @@ from tasks.serving.openai_api import add_openai
 from tasks.serving.tokenizer_api import add_tokenizer
 from training.config.serving import ServingConfig
 
+JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
 MAX_PROBLEMS = 10  # of a body that are told
 DEMO_PAGE = Path(__file__).with_name("demo_page.html")
 
@@ -172,7 +174,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     """Name each wrong field with its error, instead of returning pydantic's nested list."""
     assert isinstance(error, RequestValidationError)
     path, given = request.scope["path"], request.headers.get("content-type")
-    if request.method == "POST" and "json" not in (given or "").lower():
+    if request.method == "POST" and not JSON_TYPE.match(given or ""):
         return wrong_content_type(path, given)
     lines = [_in_words(problem) for problem in error.errors()[:MAX_PROBLEMS]]
     return refusal(path, 400 if path.startswith("/v") else 422, "; ".join(lines))
@@ -181,6 +183,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
 def _in_words(problem: dict[str, Any]) -> str:
     if problem["type"] == "json_invalid":
         return f"the body is not JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}"
+    if len(problem["loc"]) == 1 and problem["type"] in ("missing", "model_attributes_type"):
+        return 'the body is not a JSON object: send the fields of the request in one, {"field": value}'
     message = problem["msg"].removeprefix("Value error, ")
     return f"{'.'.join(map(str, problem['loc'][1:])) or 'body'}: {message}"
 

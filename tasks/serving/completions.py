@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
 
 from tasks.inference.onnx_generator import GrammarFailed, TextStream, TokenLogprob
 from tasks.serving.alias_follower import ServedVersion
 from tasks.serving.metrics import ServerMetrics
-from tasks.serving.middleware import OUTCOME, Refused
+from tasks.serving.middleware import DEADLINE, OUTCOME, Refused
 from training.config.serving import ServingConfig
 
 T = TypeVar("T")
-PREPARING = 4  # threads that render and tokenize chats
+PREPARING = 4  # threads that render and tokenize chats, and as many that compile grammars
 Turns = asyncio.Semaphore
 Prompt = str | Sequence[int]  # text or token IDs
 TIMEOUT = "timeout"  # a finish_reason that becomes an error before a client sees it
@@ -48,31 +49,42 @@ class TextService:
         self._slots = asyncio.Semaphore(limits.max_concurrent)
         self._waiting = 0
         self._pool = ThreadPoolExecutor(limits.max_concurrent, thread_name_prefix="text")
-        self._preparing, self._chat_pool = 0, ThreadPoolExecutor(PREPARING, thread_name_prefix="chat")
+        self._preparing = Counter[str]()
+        self._pools = {kind: ThreadPoolExecutor(PREPARING, thread_name_prefix=kind) for kind in ("chat", "grammar")}
 
     def close(self) -> None:
-        for pool in (self._pool, self._chat_pool):
+        for pool in (self._pool, *self._pools.values()):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def prepare(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, such as a chat's tokens, in a thread that no text and no other task waits for.
+    async def prepare(self, work: Callable[[], T], *, kind: Literal["chat", "grammar"] = "chat") -> T:
+        """Return what `work` returns, in a thread that no text and no work of the other kind waits for.
 
-        Raises Refused if `max_waiting` others wait already, or it takes longer than `timeout_s`.
+        Raises Refused if `max_waiting` others wait already, if the request's time ends, and for a ValueError of `work`.
         """
-        if self._preparing >= PREPARING + self.limits.max_waiting:
-            load = f"{self._preparing} chats are being rendered or wait for it"
+        if (running := self._preparing[kind]) >= PREPARING + self.limits.max_waiting:
+            load = f"{running} {kind}s are being prepared or wait for it"
             raise Refused(429, f"{load}, as many as this server accepts: try again in a moment")
-        self._preparing += 1
+        self._preparing[kind] += 1
         try:
-            async with asyncio.timeout(self.limits.timeout_s) as limit:
-                return await asyncio.get_running_loop().run_in_executor(self._chat_pool, work)
+            async with self._within_limit(503, f"the {kind} was not prepared"):
+                return await asyncio.get_running_loop().run_in_executor(self._pools[kind], work)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+        finally:
+            self._preparing[kind] -= 1
+
+    @asynccontextmanager
+    async def _within_limit(
+        self, status: int, what: str, *, cure: str = "try again in a moment"
+    ) -> AsyncIterator[None]:
+        """Raise Refused if the request's time ends within the block; `what` says what had not happened by then."""
+        try:
+            async with asyncio.timeout_at(DEADLINE.get()) as limit:
+                yield
         except TimeoutError:
             if not limit.expired():
                 raise
-            waited = f"{self.limits.timeout_s:g} s (serving.timeout_s)"
-            raise Refused(503, f"the chat was not rendered within {waited}: try again in a moment") from None
-        finally:
-            self._preparing -= 1
+            raise Refused(status, f"{what} within {self.limits.timeout_s:g} s (serving.timeout_s): {cure}") from None
 
     @asynccontextmanager
     async def stream(
@@ -100,7 +112,7 @@ class TextService:
                 stream.finish_reason = TIMEOUT
                 stream.close()
 
-            timer = loop.call_later(self.limits.timeout_s, end_for_timeout)
+            timer = loop.call_at(DEADLINE.get(), end_for_timeout)
             try:
                 yield stream
             finally:
@@ -113,18 +125,12 @@ class TextService:
 
     async def _opened(self, opening: asyncio.Future[TextStream]) -> TextStream:
         """Wait for a stream that a thread opens. If nobody waits any more, it is closed as soon as it is open."""
-        try:
-            async with asyncio.timeout(self.limits.timeout_s) as limit:
-                try:
-                    return await asyncio.shield(opening)
-                except asyncio.CancelledError:
-                    opening.add_done_callback(_close_opened)
-                    raise
-        except TimeoutError:
-            if not limit.expired():
+        async with self._within_limit(504, "the engine did not begin the text"):
+            try:
+                return await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                opening.add_done_callback(_close_opened)
                 raise
-            within = f"{self.limits.timeout_s:g} s (serving.timeout_s)"
-            raise Refused(504, f"the engine did not begin the text within {within}: try again in a moment") from None
 
     async def write(
         self,
@@ -136,17 +142,22 @@ class TextService:
         turns: Turns | None = None,
     ) -> Completion:
         """Return a whole text. `score_prompt`: with the log-probabilities of the prompt's tokens too."""
-        loop, scores = asyncio.get_running_loop(), list[TokenLogprob]()
+        loop, scores, engine = asyncio.get_running_loop(), list[TokenLogprob](), served.engine
+
+        def score() -> list[TokenLogprob]:
+            try:
+                return engine.score(engine.encoder.encode(prompt), top=sampling["logprobs"])
+            except ValueError as error:
+                raise Refused(400, str(error)) from None
+
         async with self.stream(served, prompt, sampling, turns=turns) as stream:
             if score_prompt:
-                ids = served.engine.encoder.encode(prompt)
-                score = partial(served.engine.score, ids, top=sampling["logprobs"])
-                try:
+                async with self._within_limit(504, "the prompt was not scored"):
                     scores = await loop.run_in_executor(self._pool, score)
-                except ValueError as error:
-                    raise Refused(400, str(error)) from None
-            with _refusing_grammar():
+            try:
                 text = await loop.run_in_executor(self._pool, stream.read)
+            except GrammarFailed as error:  # in the middle of the text
+                raise Refused(400, str(error)) from None
             self._check_time(stream)
         new, logprobs = stream.new_tokens, stream.logprobs[: stream.new_tokens]
         return Completion(text, stream.finish_reason, stream.prompt_tokens, new, logprobs, scores)
@@ -155,8 +166,6 @@ class TextService:
         self, served: ServedVersion, asked: Sequence[tuple[Prompt, dict[str, Any]]], *, score_prompts: bool = False
     ) -> list[Completion]:
         """Generate the texts of one request concurrently; the first error ends all of them."""
-        if len(asked) == 1:
-            return [await self.write(served, *asked[0], score_prompt=score_prompts)]
         for prompt, sampling in asked:
             self.check(prompt, sampling)
         write, turns = partial(self.write, served, score_prompt=score_prompts), self.turns()
@@ -175,8 +184,8 @@ class TextService:
         """
         return Turns(self.limits.max_concurrent)
 
-    async def pump(self, stream: TextStream, put: Callable[[str], None]) -> None:
-        """Call `put` with each piece of text, for which a thread of the pool waits; return at the end of the stream.
+    async def pump(self, stream: TextStream, put: Callable[[T], None], made_of: Callable[[str], T]) -> None:
+        """Call `put` with what `made_of` makes, in a thread of the pool, of each piece; return at the end of the text.
 
         Raises Refused if the request takes longer than the limit or cannot follow its grammar, like `write`.
         """
@@ -184,13 +193,14 @@ class TextService:
 
         def wait() -> None:
             for piece in stream:
-                loop.call_soon_threadsafe(put, piece)
+                loop.call_soon_threadsafe(put, made_of(piece))
 
         pumping = loop.run_in_executor(self._pool, wait)
         try:
-            with _refusing_grammar():
-                await asyncio.shield(pumping)
+            await asyncio.shield(pumping)
             self._check_time(stream)
+        except GrammarFailed as error:
+            raise Refused(400, str(error)) from None
         except asyncio.CancelledError:
             stream.close()
             await asyncio.wait([pumping])
@@ -223,14 +233,14 @@ class TextService:
             running, waiting = self.limits.max_concurrent, self._waiting
             load = f"{running} requests are running and {waiting} are waiting"
             raise Refused(429, f"{load}, as many as this server accepts: try again in a moment")
+        why = (504, "not all texts of the request began") if admitted else (503, "the server was busy: no place free")
         self._waiting += not admitted
         try:
-            async with asyncio.timeout(self.limits.timeout_s):
+            async with self._within_limit(*why):
                 await self._slots.acquire()
-        except TimeoutError:
+        except Refused:
             OUTCOME.get({})["version"] = ""  # that other texts of this request have set: it is not at fault
-            waited = f"{self.limits.timeout_s:g} s (serving.timeout_s)"
-            raise Refused(503, f"the server was busy for {waited}: try again in a moment") from None
+            raise
         finally:
             self._waiting -= not admitted
         try:
@@ -242,15 +252,6 @@ class TextService:
 def _close_opened(opening: asyncio.Future[TextStream]) -> None:
     if not opening.cancelled() and not opening.exception():
         opening.result().close()
-
-
-@contextmanager
-def _refusing_grammar() -> Iterator[None]:
-    """Turn GrammarFailed, which comes in the middle of a text, into the status of a request that is at fault."""
-    try:
-        yield
-    except GrammarFailed as error:
-        raise Refused(400, str(error)) from None
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

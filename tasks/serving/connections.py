@@ -10,15 +10,19 @@ from __future__ import annotations
 import asyncio
 import resource
 
+import h11
 import psutil
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tasks.serving.middleware import refusal
 
 HEAD_S = 30.0  # seconds from a connection's start, or the first byte of its next request, to the end of the head
 MAX_FILES = 65_536
 MAX_CONNECTIONS = 16_384
 BACKLOG = 128  # asyncio accepts one more than so many at once, before any of them can be refused
 RESERVED_FILES = 2 * (BACKLOG + 1) + 64  # for those of two sockets, and for models, MLflow and logs
+NO_HTTP = "this is no request of HTTP/1.1: send http, not https, one Host header, and the body's length in digits"
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -84,6 +88,15 @@ class BoundedProtocol(H11Protocol):
         if self._head and not self._is_idle:
             self._head.cancel()
             self._head = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are not HTTP in the form of other errors, unless a reply has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            reply = refusal("/v1", 400, NO_HTTP)
+            head = h11.Response(status_code=400, headers=[*reply.raw_headers, (b"connection", b"close")])
+            for event in (head, h11.Data(data=reply.body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -36,6 +36,7 @@ TEXT_PATHS = ("/generate", "/previous/generate", "/v1/completions", "/v1/chat/co
 
 # What the metrics will say of a request. A handler may set another code; TextService sets the version that it asks.
 OUTCOME: ContextVar[dict[str, Any]] = ContextVar("outcome")
+DEADLINE: ContextVar[float] = ContextVar("deadline")  # of the request that is handled, by the event loop's clock
 
 
 class Refused(Exception):
@@ -118,6 +119,7 @@ class AdmissionControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        DEADLINE.set(asyncio.get_running_loop().time() + self.limits.timeout_s)
         try:
             path = urlsplit(scope["path"]).path if scope["path"].startswith("http") else scope["path"]  # as to a proxy
         except ValueError as error:
@@ -136,7 +138,7 @@ class AdmissionControl:
             if not self.tokens.accepts(header):
                 what = "this access token is not valid" if header else "this server requires an access token"
                 return refusal(path, 401, f"{what}: send the header 'Authorization: Bearer TOKEN'")
-        if headers.get("content-encoding", "identity") != "identity":
+        if headers.get("content-encoding", "").lower() not in ("", "identity"):
             cure = "send it without compression and that header"
             return refusal(path, 415, f"the body has Content-Encoding {headers['content-encoding']}: {cure}")
         if (length := int(headers.get("content-length", "0"))) > self.limits.max_body_bytes:
@@ -151,7 +153,7 @@ class AdmissionControl:
         """Read the body, which may come in chunks, within serving.timeout_s; then handle the request."""
         body, limits = bytearray(), self.limits
         try:
-            async with asyncio.timeout(limits.timeout_s):
+            async with asyncio.timeout_at(DEADLINE.get()):
                 more = True
                 while more:
                     message = await receive()

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextStream, decode
 from tasks.serving.alias_follower import AliasFollower, ServedVersion
-from tasks.serving.completions import ClientDisconnected, Completion, Prompt, TextService, unless_disconnected
+from tasks.serving.completions import Completion, Prompt, TextService, unless_disconnected
 from tasks.serving.middleware import FAILED, OUTCOME, Refused, refusal
 from tasks.serving.openai_replies import ChatReply, CompletionReply, Placed, TokenOffsets, usage
 from tasks.serving.openai_requests import ChatRequest, CompletionRequest, Message, SamplingBody
@@ -68,16 +68,7 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
         stack = AsyncExitStack()
         try:
             served = stack.enter_context(follower.current())
-            if isinstance(body, ChatRequest):  # in a thread, because a long chat takes long to tokenize
-                try:
-                    asked = await unless_disconnected(request, text.prepare(partial(_chat, body, served, text)))
-                except (Refused, ClientDisconnected):
-                    raise
-                except Exception:
-                    OUTCOME.get({})["version"] = served.version
-                    raise
-            else:
-                asked = _completion(body, served)
+            asked = await unless_disconnected(request, prepared(body, served))
             if not body.stream:
                 return await unless_disconnected(request, _whole(asked, served, text))
             # The first stream opens before the reply starts, so that a refusal has its own status.
@@ -88,6 +79,22 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
             return EventStream(events.lines(), stack.pop_all())
         finally:
             await stack.aclose()
+
+    async def prepared(body: CompletionRequest | ChatRequest, served: ServedVersion) -> Asked:
+        """Do what takes long and needs no slot: a chat's rendering and tokens, and the compilation of a grammar."""
+        try:
+            is_chat = isinstance(body, ChatRequest)
+            asked = await text.prepare(partial(_chat, body, served, text)) if is_chat else _completion(body, served)
+            if (grammar := body.grammar()) and served.engine.grammars:
+                compiled = await text.prepare(partial(served.grammars.compile, grammar), kind="grammar")
+                for _, sampling in asked.texts:
+                    sampling["grammar"] = compiled
+            return asked
+        except Refused:
+            raise
+        except Exception:  # the version's own failure, so that a roll-out's watch sees it
+            OUTCOME.get({})["version"] = served.version
+            raise
 
 
 def _model(served: ServedVersion) -> dict[str, Any]:
@@ -121,7 +128,7 @@ def _chat(body: ChatRequest, served: ServedVersion, text: TextService) -> Asked:
 def chat_prompt(served: ServedVersion, messages: Sequence[Message], text: TextService) -> list[int]:
     """Return the token IDs of a chat. Special tokens are those that its template writes, and none that a message holds.
 
-    Raises Refused: 404 for no chat template, 400 if the template refuses the messages, or the text is too long.
+    Raises Refused for no chat template or a text that is too long, ValueError if the template refuses the messages.
     """
     encoder = served.engine.encoder
     try:
@@ -134,8 +141,6 @@ def chat_prompt(served: ServedVersion, messages: Sequence[Message], text: TextSe
         return encoder.encode_chat(rendered, guard=guard) or [served.engine.end_id]
     except LookupError as error:
         raise Refused(404, f"{served.name} version {served.version} cannot chat: {error}") from None
-    except ValueError as error:
-        raise Refused(400, str(error)) from None
 
 
 async def _whole(asked: Asked, served: ServedVersion, text: TextService) -> Response:
@@ -197,7 +202,7 @@ class CompletionEvents:
             text.check(prompt, sampling)
         self.first_slot = AsyncExitStack()  # holds the stream of the first text, which opens before the reply starts
         self.streams: dict[int, TextStream] = {}
-        self.pieces: asyncio.Queue[tuple[int, str | Exception | None]] = asyncio.Queue()  # None: that text is complete
+        self.events: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()  # None: a text is complete
         self.lengths = [0] * len(asked.texts)  # characters that were sent
         self.offsets: dict[int, TokenOffsets] = {}
         if asked.shows_logprobs:
@@ -211,10 +216,21 @@ class CompletionEvents:
     async def lines(self) -> AsyncIterator[bytes]:
         writing = [asyncio.create_task(self._write(index)) for index in range(len(self.asked.texts))]
         body, reply = self.asked.body, self.asked.reply
-        without_usage = {"usage": None} if body.wants_usage_in_stream else {}
         try:
-            async for choice in self._choices():
-                yield _event(reply.part([choice], **without_usage))
+            for index, (prompt, _) in enumerate(self.asked.texts):
+                for choice in reply.beginning(index):
+                    yield self._chunk(choice)
+                if self.asked.echo:
+                    yield self._chunk(reply.piece(index, _text(self.served, prompt), None, None))
+            running = len(self.asked.texts)
+            while running:
+                event = await self.events.get()
+                if isinstance(event, bytes):
+                    yield event
+                elif event:
+                    raise event
+                else:
+                    running -= 1
             if body.wants_usage_in_stream:
                 streams = [self.streams[index] for index in sorted(self.streams)]
                 counts = [stream.prompt_tokens for stream in streams], [stream.new_tokens for stream in streams]
@@ -235,24 +251,19 @@ class CompletionEvents:
                 task.cancel()
             await asyncio.gather(*writing, return_exceptions=True)
 
-    async def _choices(self) -> AsyncIterator[dict[str, Any]]:
-        running, reply = len(self.asked.texts), self.asked.reply
-        for index, (prompt, _) in enumerate(self.asked.texts):
-            for choice in reply.beginning(index):
-                yield choice
-            if self.asked.echo:
-                yield reply.piece(index, _text(self.served, prompt), None, None)
-        while running:
-            index, piece = await self.pieces.get()
-            if isinstance(piece, Exception):
-                raise piece
-            if piece is None:
-                running -= 1
-                reason = self.streams[index].finish_reason
-                yield reply.piece(index, "", reason, self._tokens(index, at_end=not _may_be_cut(self.asked, reason)))
-            else:
-                self.lengths[index] += len(piece)
-                yield reply.piece(index, piece, None, self._tokens(index))
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        without_usage = {"usage": None} if self.asked.body.wants_usage_in_stream else {}
+        return _event(self.asked.reply.part([choice], **without_usage))
+
+    def _chunk_of(self, index: int, piece: str) -> bytes:
+        """Return the event of a piece of text; in the thread that reads it, because log-probabilities take long."""
+        self.lengths[index] += len(piece)
+        return self._chunk(self.asked.reply.piece(index, piece, None, self._tokens(index)))
+
+    def _last_chunk(self, index: int) -> bytes:
+        reason = self.streams[index].finish_reason
+        tokens = self._tokens(index, at_end=not _may_be_cut(self.asked, reason))
+        return self._chunk(self.asked.reply.piece(index, "", reason, tokens))
 
     def _tokens(self, index: int, *, at_end: bool = False) -> list[Placed] | None:
         """Return the tokens of the text that was sent since the last call; at the end all remaining tokens."""
@@ -263,20 +274,19 @@ class CompletionEvents:
         return offsets.take(None if at_end else self.lengths[index])
 
     async def _write(self, index: int) -> None:
-        def put(piece: str) -> None:
-            self.pieces.put_nowait((index, piece))
-
+        made_of = partial(self._chunk_of, index)
         try:
             if index == 0:
                 async with self.first_slot:  # free at the end of the text, even if its reader is not there yet
-                    await self.text.pump(self.streams[0], put)
+                    await self.text.pump(self.streams[0], self.events.put_nowait, made_of)
             else:
                 async with self.text.stream(self.served, *self.asked.texts[index], turns=self.turns) as stream:
                     self.streams[index] = stream
-                    await self.text.pump(stream, put)
-            self.pieces.put_nowait((index, None))
+                    await self.text.pump(stream, self.events.put_nowait, made_of)
+            self.events.put_nowait(self._last_chunk(index))
+            self.events.put_nowait(None)
         except Exception as error:
-            self.pieces.put_nowait((index, error))
+            self.events.put_nowait(error)
 
 
 class EventStream(StreamingResponse):

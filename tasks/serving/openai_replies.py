@@ -38,19 +38,13 @@ class TokenOffsets:
         return taken
 
 
-def _text_of(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of a token, decoded after itself, because SentencePiece drops the space before a first token."""
-    once, twice = (tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
-    return str(twice[len(once) :])
-
-
 class CompletionReply:
     """Replies to /v1/completions."""
 
     kind, id_prefix, part_kind = "text_completion", "cmpl", "text_completion"
 
     def __init__(self, served: ServedVersion) -> None:
-        self.tokenizer, self.id = served.engine.tokenizer, f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self.texts, self.id = served.token_texts, f"{self.id_prefix}-{secrets.token_hex(12)}"
         self.head = {
             "created": int(time.time()),
             "model": served.name,
@@ -76,7 +70,7 @@ class CompletionReply:
         if tokens is None:
             return None
         return {
-            "tokens": [_text_of(self.tokenizer, one.token) for _, one in tokens],
+            "tokens": [self.texts[one.token] for _, one in tokens],
             "token_logprobs": [one.logprob for _, one in tokens],
             "top_logprobs": [None if one.logprob is None else self._likeliest(one) for _, one in tokens],
             "text_offset": [offset for offset, _ in tokens],
@@ -86,7 +80,7 @@ class CompletionReply:
         """Return log-probabilities by text, with the token's own, as OpenAI does; for equal texts the highest one."""
         found: dict[str, float] = {}
         for token, logprob in (*one.top, (one.token, one.logprob or 0.0)):
-            found.setdefault(_text_of(self.tokenizer, token), logprob)
+            found.setdefault(self.texts[token], logprob)
         return found
 
 
@@ -119,7 +113,7 @@ class ChatReply(CompletionReply):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = _text_of(self.tokenizer, token)
+        text = self.texts[token]
         return {"token": text, "logprob": logprob, "bytes": None if INCOMPLETE in text else list(text.encode())}
 
 

@@ -7,10 +7,10 @@ refused, never ignored; only labels, which no model sees, have no effect. docs/s
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, WrapValidator, model_validator
 
 from tasks.serving.completions import Prompt
 from tasks.serving.middleware import Refused
@@ -26,6 +26,18 @@ ONLY_TEXT = "the models read and write text only"
 NOTHING_KEPT = "the server keeps neither replies nor prompts"
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def _or(cure: str) -> WrapValidator:
+    """Let one sentence replace pydantic's errors for each type of a union."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(cure) from None
+
+    return WrapValidator(check)
 
 
 class _Part(BaseModel):
@@ -153,7 +165,10 @@ class SamplingBody(BaseModel):
 class CompletionRequest(SamplingBody):
     refused: ClassVar = {"suffix": ("the models continue texts, they do not fill gaps in them", ("",))}
 
-    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]] = ""  # a document begins
+    prompt: Annotated[
+        str | list[StrictInt] | list[str] | list[list[StrictInt]],
+        _or("send a text, the IDs of its tokens, or a list of either"),
+    ] = ""  # a document begins
     max_tokens: int | None = Field(
         16, ge=0, description="0: generate nothing, only echo the prompt with its log-probabilities."
     )
@@ -203,7 +218,9 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: Annotated[
+        str | list[TextPart] | None, _or(f'send a text, or parts {{"type": "text", "text": …}}: {ONLY_TEXT}')
+    ] = None
     name: str | None = None
     refusal: str | None = None
 

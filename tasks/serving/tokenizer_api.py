@@ -52,10 +52,7 @@ def add_tokenizer(app: FastAPI, follower: AliasFollower, text: TextService) -> N
             else:
                 text.check_prompt(prompt := body.prompt or "")
                 named = {} if body.add_special_tokens else _begin_and_end(served.engine)
-                try:
-                    ids = named.get(prompt) or served.engine.encoder.encode(prompt, begins=body.add_special_tokens)
-                except ValueError as error:
-                    raise Refused(400, str(error)) from None
+                ids = named.get(prompt) or served.engine.encoder.encode(prompt, begins=body.add_special_tokens)
             names = [served.engine.tokenizer.id_to_token(token) for token in ids] if body.return_token_strs else None
             return {"tokens": ids, "count": len(ids), "max_model_len": served.engine.context, "token_strs": names}
 

@@ -69,8 +69,8 @@ class ServingConfig(Section):
     timeout_s: float = Field(
         120,
         gt=0,
-        description="Seconds that each text of a request may wait for a free place, take to begin, and be generated; "
-        "also of a request's body, and of a chat's template. A request of several texts may take longer.",
+        description="Seconds that a request may take in all: its body, a chat's template, a grammar, the wait for a "
+        "free place, and all of its texts.",
     )
     keep_alive_s: float = Field(
         75, gt=0, description="Seconds that an idle connection stays open for a client's next request."

@@ -64,6 +64,9 @@ def test_it_is_an_error_in_the_protocols_form(served: tuple[TestClient, AliasFol
             assert not any(choice["finish_reason"] for piece in pieces for choice in piece["choices"])
             assert "[DONE]" not in streamed.text
 
+    grammars, held = follower.served.grammars, {"regex": "a{3}"}
+    assert grammars.compile(held) is grammars.compile(dict(held)), "it is kept"
+
     # Texts beside one that fails go on.
     engine = follower.served.engine
     assert isinstance(engine, BatchedGenerator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from collections.abc import Iterator
@@ -92,6 +93,17 @@ def test_errors_have_the_form_of_the_protocol_and_say_the_cure(client: httpx.Cli
             415,
             client.post("/v1/completions", content=body, headers={"Content-Type": "text/plain"}),
         ),
+        (
+            "is text/json: send",
+            415,
+            client.post("/v1/completions", content=body, headers={"Content-Type": "text/json"}),
+        ),
+        *(
+            ("is not a JSON object", 400, client.post("/v1/completions", content=each, headers=as_json))
+            for each in (b"", b"null", b"[]", b'"x"')
+        ),
+        ("prompt: send a text, the IDs of its tokens", 400, completion(client, prompt=["a", 1])),
+        ("read and write text only", 400, chat(client, {"role": "user", "content": [{"type": "image_url"}]})),
         (
             "not JSON: Expecting value at character 10",
             400,
@@ -213,6 +225,18 @@ def test_what_reports_of_other_servers_tell(client: httpx.Client) -> None:
         ({"structured_outputs": {"json": {"const": "\ud800"}}}, 400),
         ({"structured_outputs": {"json": {"const": 10**400}}}, 400),
         ({"structured_outputs": {"regex": "a" * 300_000}}, 400),
+        ({"structured_outputs": {"regex": "((a{9999}){9999}){9999}b"}}, 400),
+        ({"structured_outputs": {"regex": ""}}, 200),
+        ({"logit_bias": {"97": math.nan}}, 400),
+        ({"logit_bias": {str(10**30): 1}}, 400),
+        ({"prompt": "a\ud800", "stream": True}, 400),
+        ({"prompt": [10**30], "echo": True, "logprobs": 0}, 400),
+        ({"prompt": ["a", [1]]}, 400),
+        ({"n": 2.0, "seed": 1.0, "logprobs": 20, "stream": True}, 200),
+        ({"seed": 1.5}, 400),
+        ({"best_of": None, "suffix": ""}, 200),
+        ({"stream_options": {}, "stream": True}, 200),
+        ({"metadata": json.loads("[" * 500 + "]" * 500)}, 200),
         ({"structured_outputs": {"regex": "("}, "stream": True}, 400),
     ):
         body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2, **fields}).encode()
@@ -236,6 +260,10 @@ def test_http_as_proxies_and_old_clients_speak_it(client: httpx.Client) -> None:
         raw(client, b"POST /v1/completions/ HTTP/1.1\r\n" + head + length + b"\r\n" + body),
         raw(client, b"POST http://a/v1/completions HTTP/1.1\r\n" + head + length + b"\r\n" + body),
         raw(client, b"POST //v1//completions HTTP/1.1\r\n" + head + length + b"\r\n" + body),
+        raw(
+            client, b"POST /v1/completions HTTP/1.1\r\nContent-Encoding: Identity\r\n" + head + length + b"\r\n" + body
+        ),
+        raw(client, b"POST /v1/completions HTTP/1.1\r\nExpect: bananas\r\n" + head + length + b"\r\n" + body),
         raw(client, b"POST /v1%2Fcompletions HTTP/1.1\r\n" + head + length + b"\r\n" + body),
         raw(client, b"POST /v1/completions HTTP/1.1\r\n" + head + length + b"\r\n", body[:9], body[9:]),
         raw(
@@ -254,6 +282,16 @@ def test_http_as_proxies_and_old_clients_speak_it(client: httpx.Client) -> None:
         ),
     ):
         assert reply.startswith(b"HTTP/1.1 200 "), reply
+    for wrong in (
+        b"GET /v1/models HTTP/1.1\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"\x16\x03\x01\x00\xa5\x01\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n" + head + b"\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + head + b"\r\nzz\r\n",
+    ):
+        reply = raw(client, wrong)
+        assert reply.startswith(b"HTTP/1.1 400 "), reply
+        assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
     assert raw(client, b"GET http://[ HTTP/1.1\r\n" + head + b"\r\n").startswith(b"HTTP/1.1 400 ")
     waiting = raw(client, b"POST /v1/completions HTTP/1.1\r\nExpect: 100-continue\r\n" + head + length + b"\r\n", body)
     assert waiting.startswith(b"HTTP/1.1 100 ")
@@ -271,6 +309,31 @@ def test_a_batch_lets_others_in_and_a_grammar_is_compiled_once(client: httpx.Cli
     began = time.monotonic()
     assert completion(client, n=128, max_tokens=3, **held).status_code == 200
     assert time.monotonic() - began < 30, "47 s and more, when each text compiled it"
+
+
+def test_a_grammar_that_takes_minutes_holds_no_place_and_is_ended(client: httpx.Client) -> None:
+    """llguidance counts remainders: each of the two places, and each thread, would be held for more than a minute."""
+    pytest.importorskip("llguidance")
+    slow = [
+        {"structured_outputs": {"json": {"type": "integer", "multipleOf": 9_999_991 + number}}} for number in range(6)
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        left = [pool.submit(client.post, "/v1/completions", json=_asked(each), timeout=1) for each in slow[1:]]
+        held = pool.submit(completion, client, **slow[0])
+        until(lambda: " 3.0" in metric_line(client, "shardline_requests_in_flight"), "all compile", within_s=20)
+        assert completion(client).status_code == 200
+        for each in left:
+            with pytest.raises(httpx.ReadTimeout):
+                each.result()
+        until(lambda: " 0.0" in metric_line(client, "shardline_requests_in_flight") or held.done(), "gone", within_s=40)
+        refused = held.result()
+        assert (refused.status_code, "simplify it" in refused.text) == (400, True), refused.text
+    fine = {"structured_outputs": {"regex": "[ab]{2}"}}
+    assert completion(client, **fine).status_code == 200
+
+
+def _asked(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "x", "max_tokens": 2, **fields}
 
 
 def metric_line(client: httpx.Client, name: str) -> str:

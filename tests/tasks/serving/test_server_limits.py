@@ -50,7 +50,11 @@ def test_a_request_that_takes_too_long_is_ended_with_the_cure(champion: Store) -
         with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as streamed:
             lines = [line for line in streamed.iter_lines() if line]
         assert "serving.timeout_s" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
-        assert metric(client, "shardline_requests_total", code="504") == 2
+        # The whole request has the time, not each of its texts.
+        batch = client.post("/v1/completions", json=LONG | {"max_tokens": 500, "n": 128})
+        assert batch.status_code == 504, "128 texts of 500 tokens are not made in 0.3 s"
+        assert "within 0.3 s (serving.timeout_s)" in batch.json()["error"]["message"]
+        assert metric(client, "shardline_requests_total", code="504") == 3
 
 
 def test_the_next_request_waits_and_the_one_after_is_told_to_come_again(champion: Store) -> None:

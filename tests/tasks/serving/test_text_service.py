@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from tasks.serving.alias_follower import ServedVersion
 from tasks.serving.completions import PREPARING, TextService
 from tasks.serving.metrics import ServerMetrics
-from tasks.serving.middleware import OUTCOME, Refused
+from tasks.serving.middleware import DEADLINE, OUTCOME, Refused
 from training.config.serving import ServingConfig
 
 SAMPLING = {"new_tokens": 1}
@@ -39,6 +39,7 @@ def test_failures_at_opening_are_the_versions_and_late_streams_are_closed() -> N
         text = TextService(ServingConfig(timeout_s=0.2, max_concurrent=1, max_waiting=0), ServerMetrics())
 
         async def open_with(engine: LateEngine) -> None:
+            DEADLINE.set(asyncio.get_running_loop().time() + 0.2)
             served = ServedVersion("tiny", 7, engine, Path(), example="")  # type: ignore[arg-type]
             async with text.stream(served, "x", SAMPLING):
                 pass
@@ -62,6 +63,7 @@ def test_failures_at_opening_are_the_versions_and_late_streams_are_closed() -> N
         assert await asyncio.to_thread(left.closed.wait, 20)
 
         text.close()
+        DEADLINE.set(asyncio.get_running_loop().time() + 20)
         text, go = TextService(ServingConfig(max_waiting=0), ServerMetrics()), threading.Event()
         preparing = [asyncio.create_task(text.prepare(lambda: go.wait(20))) for _ in range(PREPARING)]
         await asyncio.sleep(0)

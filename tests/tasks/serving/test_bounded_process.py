@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.serving.template_process import BoundedTemplate
+from tasks.serving.bounded_process import BoundedTemplate
 
 TEMPLATE = (
     "{% set text = messages[0].content %}"
@@ -36,13 +36,13 @@ def test_the_next_chat_is_rendered() -> None:
         with pytest.raises(ValueError, match=says):
             render(text)
         assert render("x") == "x</s>"
-    assert template._process
-    template._process.kill()
-    template._process.wait()
+    assert template.process._process
+    template.process._process.kill()
+    template.process._process.wait()
     with pytest.raises(ValueError, match="ended its process"):
         render("x")
     assert render("x") == "x</s>", "started again"
-    template.close()
+    template.process.close()
     with pytest.raises(ValueError, match="refuses these messages: unexpected 'end of template'"):
         BoundedTemplate("{% for", {}).render([])
 
@@ -55,10 +55,10 @@ def test_a_process_that_does_not_start_or_answer_in_time_is_ended(monkeypatch: p
             template.render([{"role": "user", "content": "x"}])
     monkeypatch.setenv("SECRET", "x")
     assert template.render([{"role": "user", "content": "x"}]) == "x</s>"
-    assert template._process
-    assert b"SECRET" not in Path(f"/proc/{template._process.pid}/environ").read_bytes()
-    template._process.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr("tasks.serving.template_process.WALL_S", 0.1)
+    assert template.process._process
+    assert b"SECRET" not in Path(f"/proc/{template.process._process.pid}/environ").read_bytes()
+    template.process._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr("tasks.serving.bounded_process.WALL_S", 0.1)
     with pytest.raises(ValueError, match=r"took more than 0\.1 s"):
         template.render([{"role": "user", "content": "x"}])
-    template.close()
+    template.process.close()
