@@ -35,7 +35,7 @@ COUNTED_BY = (
     "models/family.py",
     "models/hugging_face.py",
     "models/pretrained.py",
-    "records/model_config.py",
+    "facts/model_config.py",
     "planner/model_shape.py",
     "facts/families.py",
 )

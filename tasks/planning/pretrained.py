@@ -13,7 +13,7 @@ from typing import Any
 from tasks.store.local_copy import local_copy
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
-from training.records.model_config import read_settings
+from training.facts.model_config import read_settings
 from training.records.model_state import saved_shapes
 from training.records.record import read_fields, sha256_file
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from training.facts.model_config import read_settings
 from training.models import hugging_face
-from training.records.model_config import read_settings
 from training.records.model_state import differences, saved_shapes, weight_files
 
 logger = logging.getLogger(__name__)

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from training.facts.model_config import WRONG_VALUES, first_line, read_settings
 from training.models.family import STYLES, is_for_fp8, layers_name
 from training.models.hidden_matrices import hidden_matrices
 from training.models.pretrained import auto_class_of
 from training.planner.model_shape import CHOSEN_EXPERTS, attention_among, experts_of_a_token, shape_of_hf
-from training.records.model_config import WRONG_VALUES, first_line, read_settings
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
 
