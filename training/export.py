@@ -283,7 +283,8 @@ def _copy_huggingface(
     if plan.config.objective == "causal":
         model.config.use_cache = True  # training switched it off
         model.generation_config.use_cache = True
-        model.generation_config.eos_token_id = plan.end_id
+        named = model.generation_config.eos_token_id if plan.config.model.init == "pretrained" else None
+        model.generation_config.eos_token_id = end_ids(named, plan.end_id)
         if model.generation_config.pad_token_id is None:
             model.generation_config.pad_token_id = plan.end_id
     model.config.architectures = [type(model).__name__]
@@ -291,6 +292,12 @@ def _copy_huggingface(
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     return hashes, whole.state_shapes
+
+
+def end_ids(named: int | list[int] | None, end_id: int) -> int | list[int]:
+    """Return the tokens that end a text: the run's, and what a continued model ends its turns with."""
+    more = [end for end in (named if isinstance(named, list) else [named]) if end not in {None, end_id}]
+    return [end_id, *more] if more else end_id
 
 
 def _without_graphs(plan: RunPlan) -> ParityReport:

@@ -35,6 +35,7 @@ COUNTED_BY = (
     "models/family.py",
     "models/hugging_face.py",
     "models/pretrained.py",
+    "facts/model_config.py",
     "planner/model_shape.py",
     "facts/families.py",
 )
@@ -91,7 +92,11 @@ def _of_weights(shape: ModelShape | None, folder: Path, file: Path) -> ModelShap
         shape = shape_of_hf(hf, vocab_size=int(hf["vocab_size"])).model_copy(update={"tied": is_tied(saved, hf)})
         return shape.model_copy(update={"sizes": sizes_of_saved(saved, hf, shape)})
     sizes, total = shape.sizes, num_saved(saved)
-    agree = total == sizes.parameters + sizes.buffers
+    own = sizes.parameters + sizes.buffers
+    agree = total in {
+        own,
+        own + (shape.vocab_size * shape.width if sizes.tied else 0),
+    }  # the tied matrix, once or twice
     counted = "safetensors headers" if agree else f"{sizes.counted}; its safetensors files have {total:,} numbers"
     return shape.model_copy(update={"sizes": sizes.model_copy(update={"counted": counted})})
 

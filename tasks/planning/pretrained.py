@@ -13,6 +13,7 @@ from typing import Any
 from tasks.store.local_copy import local_copy
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
+from training.facts.model_config import read_settings
 from training.records.model_state import saved_shapes
 from training.records.record import read_fields, sha256_file
 
@@ -35,9 +36,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
             "this one with transformers, call dequantize() and save_pretrained(FOLDER), and give that folder"
         )
     if model.dropout:  # older files do not list all dropouts of their class
-        from transformers import AutoConfig
-
-        content = vars(AutoConfig.from_pretrained(folder, trust_remote_code=False)) | content
+        content = vars(read_settings(path)) | content
     return content
 
 
@@ -74,6 +73,7 @@ def check_weights(config: RunConfig) -> None:
     folder = Path(local_copy(config.model.path, field="model.path")).expanduser()
     if not folder.is_dir():
         return
+    _check_files(folder)
     saved_shapes(folder)
     if importlib.util.find_spec("torch") is None:
         logger.info("the ranks will compare the tensors of model.path = %s with its class: no torch is here", folder)
@@ -84,7 +84,7 @@ def check_weights(config: RunConfig) -> None:
         logger.info("model.path: %s", line)
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode == 2:
-        raise ValueError(f"model.path: {last}")
+        raise ValueError(f"model.path: {last.removeprefix('model.path: ')}")
     if done.returncode:
         logger.warning("the ranks will compare the tensors of model.path = %s with its class (%s)", folder, last)
 

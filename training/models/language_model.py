@@ -441,43 +441,25 @@ def hf_config(plan: RunPlan) -> Any:
             settings.max_position_embeddings += plan.end_id - settings.pad_token_id
         settings.update(ends)
         return with_dropout(settings, model.dropout)
-    common = {
-        "vocab_size": plan.vocab_size,
-        "bos_token_id": plan.end_id,
-        "eos_token_id": plan.end_id,
-        "tie_word_embeddings": shape.tied,
-    }
-    if model.architecture == "gpt2":
-        return AutoConfig.for_model(
-            "gpt2",
-            n_layer=shape.layers,
-            n_embd=shape.width,
-            n_head=shape.heads,
-            n_inner=shape.mlp_width,
-            n_positions=shape.context,
-            resid_pdrop=model.dropout,
-            embd_pdrop=model.dropout,
-            attn_pdrop=model.dropout,
-            **common,
-        )
-    sizes = {
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.width,
-        "num_attention_heads": shape.heads,
-        "intermediate_size": shape.mlp_width,
-        "max_position_embeddings": shape.context,
-        **common,
-    }
+    own: dict[str, Any] = {"n_inner" if model.architecture == "gpt2" else "intermediate_size": shape.mlp_width}
     if model.architecture == "bert":
-        dropout = {"hidden_dropout_prob": model.dropout, "attention_probs_dropout_prob": model.dropout}
-        return AutoConfig.for_model("bert", pad_token_id=plan.end_id, **sizes, **dropout)
-    return AutoConfig.for_model(
-        "llama",
-        num_key_value_heads=shape.kv_heads,
-        attention_dropout=model.dropout,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-        **sizes,
+        own["pad_token_id"] = plan.end_id
+    if model.architecture == "llama":
+        own["num_key_value_heads"] = shape.kv_heads
+        own["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    settings = AutoConfig.for_model(
+        model.architecture,
+        vocab_size=plan.vocab_size,
+        bos_token_id=plan.end_id,
+        eos_token_id=plan.end_id,
+        tie_word_embeddings=shape.tied,
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.width,
+        num_attention_heads=shape.heads,
+        max_position_embeddings=shape.context,
+        **own,
     )
+    return with_dropout(settings, model.dropout)
 
 
 def with_dropout(settings: Any, dropout: float) -> Any:

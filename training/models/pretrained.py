@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from training.facts.model_config import read_settings
 from training.models import hugging_face
 from training.records.model_state import differences, saved_shapes, weight_files
 
@@ -64,11 +65,9 @@ def load_pretrained(auto_class: Any, folder: Path | str, *, dtype: torch.dtype, 
 
 def check_headers(auto_class: Any, folder: Path) -> None:
     """Raise ValueError as `load_pretrained` would, without reading tensors."""
-    from transformers import AutoConfig
-
     tensors = {name: torch.empty(shape, device="meta") for name, shape in saved_shapes(folder).items()}
     with torch.device("meta"):
-        settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        settings = read_settings(folder)
         model = auto_class.from_config(settings, dtype=torch.float32)
     there = {"config": model.config, "state_dict": tensors, "device_map": {"": "meta"}}
     _checked(type(model).from_pretrained, folder, None, dtype=torch.float32, **there)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from training.facts.model_config import WRONG_VALUES, first_line, read_settings
 from training.models.family import STYLES, is_for_fp8, layers_name
 from training.models.hidden_matrices import hidden_matrices
 from training.models.pretrained import auto_class_of
@@ -32,18 +32,6 @@ from training.records.plan import ModelShape
 NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 WHOLE = ("replicate", "moe_tp", "mla_kv_a", "local")  # beginnings of the styles that leave parameters whole
-
-# What configs and classes of transformers raise for values that they do not know, by the field that is wrong.
-WRONG_VALUES = (
-    StrictDataclassError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    RuntimeError,
-)
 
 
 def count_model(settings: Any, *, objective: str, where: str = "on meta") -> ModelShape:
@@ -56,7 +44,7 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
         with torch.device("meta"):
             hf = auto_class_of(objective).from_config(settings, dtype=torch.float32)
     except WRONG_VALUES as error:
-        why = _first_line(error)
+        why = first_line(error)
         raise ValueError(
             f"model.path holds a model of type {shape.architecture}, which cannot be built: {why} Change its "
             f"config.json, or choose a class that {auto_class_of(objective).__name__} builds"
@@ -192,34 +180,10 @@ def _layer(tensors: Sequence[_Tensor]) -> LayersAlike:
     )
 
 
-def _first_line(error: Exception) -> str:
-    """Return an error's cause in one line that ends with a full stop; transformers wraps that of a wrong field."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    line = (
-        lines[-1]
-        if "validation error" in lines[0].lower()
-        else repr(error)
-        if isinstance(error, KeyError)
-        else lines[0]
-    )
-    return f"{line.rstrip(' .')}."
-
-
 def main(path: Path, objective: str, node: str = "") -> int:
-    import transformers
-
     where = f"on node {node}" if node else "on meta"
     try:
-        settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except WRONG_VALUES as error:
-        print(
-            f"model.path: transformers {transformers.__version__}{f' {where}' if node else ''} cannot read its "
-            f"config.json: {_first_line(error)} Choose a model of a type that this release has; code in a model's "
-            "folder is never run",
-            file=sys.stderr,
-        )
-        return 2
-    try:
+        settings = read_settings(path, where=f" {where}" if node else "")
         shape = count_model(settings, objective=objective, where=where)
     except ValueError as error:
         print(error, file=sys.stderr)

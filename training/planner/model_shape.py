@@ -212,10 +212,13 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
     def first(*names: str) -> int:
         found = next((hf[name] for name in names if hf.get(name)), None)
         if found is None:
-            inside = " beside text_config, as classes have that read images or sound" if "text_config" in hf else ""
+            inside, cure = "", "choose a class of text alone"
+            if "text_config" in hf:
+                inside = " beside text_config, as classes have that read images or sound"
+                cure = "save its text part (docs/tutorials/continue.md#1-fetch-it) and give that folder"
             raise ValueError(
                 f"model.path holds a model of type {kind}, whose config.json has none of {', '.join(names)}{inside}: "
-                "such a model cannot be planned; choose a class of text alone"
+                f"such a model cannot be planned: {cure}"
             )
         return int(max(found) if isinstance(found, list) else found)  # of each layer: the widest
 

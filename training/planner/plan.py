@@ -393,7 +393,8 @@ def _assumptions(
 ) -> list[str]:
     """Return sentences on the plan's assumptions, and on facts that may surprise."""
     reasons, tokenizer, train = [], config.data.tokenizer, config.train
-    if shards is None and tokenizer.kind != "bpe" and not tokenizer.vocab_size:
+    of_weights = config.model.init == "pretrained"
+    if shards is None and tokenizer.kind != "bpe" and not (tokenizer.vocab_size or of_weights):
         reasons.append(
             f"vocabulary {ASSUMED_VOCAB[tokenizer.kind]:,}: assumed, because the corpus is not tokenized yet"
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.hardware.preflight import token
@@ -99,6 +100,19 @@ def test_weights_that_are_the_classs_are_counted_by_their_headers_and_kept(tmp_p
     assert f"{parameters:,} parameters" in rows["model"]
     assert rows["parameters"] == f"a token uses {plan.shape.sizes.used:,}; safetensors headers"
     assert plan.shape.sizes.cut > 0.9 * parameters
+
+
+def test_a_tied_matrix_that_files_have_twice_is_counted_once(tmp_path: Path) -> None:
+    """As in the hub's Qwen3-0.6B."""
+    config, parameters = saved(tmp_path / "model", "llama", tie_word_embeddings=True)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, metadata={"format": "pt"}
+    )
+    shape = counted_shape(config)
+    assert shape is not None
+    assert (shape.parameters, shape.sizes.counted) == (parameters, "safetensors headers")
 
 
 def test_a_head_without_torch_counts_nothing_until_a_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

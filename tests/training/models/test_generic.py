@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
+from tests.support.repository import REPO
 from tests.support.tiny_shards import VOCAB
 from tests.training.strategies.test_strategies import COMMON, assert_equal_training
 from training.models.language_model import build_model
+from training.models.pretrained import load_pretrained
 from training.records.plan import RunPlan
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -118,3 +120,28 @@ def test_a_class_that_reads_images_is_refused_by_name(tmp_path: Path, make_run: 
         ValueError, match=r"of type gemma3n, whose config.json has none of hidden_size, .* beside text_config"
     ):
         make_run("images", model__dropout=0.0, model__architecture="path", model__path=str(tmp_path))
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "vision"),
+    [
+        ("gemma3", {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}),
+        ("mistral3", {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8}),
+    ],
+)
+def test_the_text_part_saved_as_the_docs_say_is_the_same_model(
+    model_type: str, vision: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind = {"model_type": "gemma3_text" if model_type == "gemma3" else "mistral", "num_key_value_heads": 2}
+    parts = {"text_config": SIZES | kind | {"vocab_size": 300, "head_dim": 8}, "vision_config": VISION | vision}
+    config = AutoConfig.for_model(model_type, **parts, image_token_index=9)
+    AutoModelForImageTextToText.from_config(config).save_pretrained("gemma-3-4b-pt")
+    page = (REPO / "docs/tutorials/continue.md").read_text()
+    exec(page.partition("```python\n")[2].partition("```")[0])
+    whole, ids = AutoModelForImageTextToText.from_pretrained("gemma-3-4b-pt").eval(), torch.tensor([[3, 4, 5, 6]])
+    part = load_pretrained(AutoModelForCausalLM, tmp_path / "gemma-3-4b-text", dtype=torch.float32).eval()
+    assert torch.equal(part(ids).logits, whole(ids).logits)

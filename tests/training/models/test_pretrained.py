@@ -328,9 +328,16 @@ def said_to_be_tied(folder: Path) -> Path:
     return folder
 
 
+def with_code(folder: Path) -> Path:
+    fields = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
+        (with_code, r"^model\.path: transformers .* contains custom code .* is never run$"),
         (quantized, "quantization_config, by gptq.*dequantize"),
         (lambda folder: quantized(folder, "int4"), "quantization_config, by 'int4'"),
         (adapted, "has an adapter .*some/base.*merge_and_unload"),
@@ -339,7 +346,16 @@ def said_to_be_tied(folder: Path) -> Path:
         (in_integers, r"has integers in \S+\.weight \(I8\): quantized weights"),
         (said_to_be_tied, "two unlike matrices: set tie_word_embeddings to false"),
     ],
-    ids=["quantized", "quantized somehow", "adapter", "file", "cut short", "integers", "tied by config.json alone"],
+    ids=[
+        "code",
+        "quantized",
+        "quantized somehow",
+        "adapter",
+        "file",
+        "cut short",
+        "integers",
+        "tied by config.json alone",
+    ],
 )
 def test_weights_that_would_train_as_another_model_are_refused(
     spoil: Callable[[Path], Path], words: str, tmp_path: Path

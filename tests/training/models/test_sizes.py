@@ -186,7 +186,7 @@ def test_a_plan_of_an_earlier_version_keeps_its_parameters() -> None:
 
 def test_a_class_without_layers_of_its_own_is_refused_by_name() -> None:
     with pytest.raises(
-        ValueError, match=r"a model of type gemma3, whose config\.json has none of hidden_size.*class of text"
+        ValueError, match=r"a model of type gemma3, whose config\.json has none of hidden_size.*save its text part"
     ):
         count_model(AutoConfig.for_model("gemma3"), objective="causal")
 
