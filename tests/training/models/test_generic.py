@@ -125,6 +125,7 @@ def test_a_class_that_reads_images_is_refused_by_name(tmp_path: Path, make_run: 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "vision"),
     [
