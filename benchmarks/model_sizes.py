@@ -1,11 +1,11 @@
 """Measures the held-out loss of four sizes of model against the compute of their training, and fits a power law.
 
-    python -m benchmarks.model_sizes [--quick] [--plot FILE.png]
+    python -m benchmarks.model_sizes [--quick] [--tokens-per-parameter N] [--plot FILE.png]
 
-Each model is what `model.size` makes of a size: its shape, batch, learning rate and warm-up. It sees a fraction of the
-rule's 20 tokens for each parameter, and its learning rate falls over these. The text is this Python's standard library
+Each model is what `model.size` makes of a size: its shape, batch, learning rate and warm-up. It sees fewer tokens than
+the rule's 20 for each parameter, and its learning rate falls over these. The text is this Python's standard library
 by characters. One process of one thread trains each in fp32; neither losses nor FLOPs depend on what else the machine
-does. FLOPs are 6 x parameters x tokens, as in the rule. `--quick`: the two smallest, for a fiftieth of the tokens.
+does. FLOPs are 6 x parameters x tokens, as in the rule. `--quick`: the two smallest, for 0.4 tokens a parameter.
 
 The last line is one JSON object: `exponent`, of compute in the loss; `sizes`, with each one's parameters, tokens, FLOPs
 and held-out loss.
@@ -14,8 +14,10 @@ and held-out loss.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,7 +26,7 @@ import numpy as np
 from benchmarks.support.workload import inventory, measure, write_corpus
 from tests.support.ranks import run_ranks
 from training.config.run import RunConfig
-from training.config.size_rule import TOKENS_PER_PARAMETER, parameters
+from training.config.size_rule import parameters
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
 from training.records.token_shards import TokenShards
@@ -32,7 +34,7 @@ from training.tracking.rows import read_rows
 
 SIZES = ("55K", "400K", "900K", "1.3M")
 VOCAB_SIZE, CONTEXT, VALIDATIONS = 65, 128, 8
-FRACTION, QUICK_FRACTION = 1 / 8, 1 / 50  # of the rule's tokens
+TOKENS_PER_PARAMETER, QUICK_TOKENS_PER_PARAMETER = 1.0, 0.4
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class Trained:
         return self.losses[self.flops]
 
 
-def train(size: str, folder: Path, shards: TokenShards, *, machine: Inventory, fraction: float) -> Trained:
-    max_tokens = round(fraction * TOKENS_PER_PARAMETER * parameters(size))
+def train(size: str, folder: Path, shards: TokenShards, *, machine: Inventory, per_parameter: float) -> Trained:
+    max_tokens = round(per_parameter * parameters(size))
     content = {
         "name": "size",
         "data": {"path": "stdlib", "tokenizer": {"kind": "characters"}},
@@ -105,22 +107,23 @@ def plot(path: Path, trained: list[Trained]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the two smallest sizes, briefly; under 2 minutes")
+    parser.add_argument("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER, help="of each model")
     parser.add_argument("--plot", type=Path, help="draw loss against compute to this file")
     args = parser.parse_args()
-    sizes, fraction = (SIZES[:2], QUICK_FRACTION) if args.quick else (SIZES, FRACTION)
-    trained = []
-    print(f"{'size':6}{'layers x width':>16}{'parameters':>12}{'rate':>8}{'tokens':>12}{'FLOPs':>10}{'loss':>8}")
+    sizes = SIZES[:2] if args.quick else SIZES
+    per_parameter = QUICK_TOKENS_PER_PARAMETER if args.quick else args.tokens_per_parameter
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shards = write_corpus(folder, vocab_size=VOCAB_SIZE)
         machine = inventory(measure(folder, threads=1), ranks=1, threads=1)
-        for size in sizes:
-            each = train(size, folder, shards, machine=machine, fraction=fraction)
-            trained.append(each)
+        run = functools.partial(train, folder=folder, shards=shards, machine=machine, per_parameter=per_parameter)
+        with ThreadPoolExecutor(2) as pool:
+            trained = [*pool.map(run, sizes)]
+        print(f"{'size':6}{'layers x width':>16}{'parameters':>12}{'rate':>8}{'tokens':>12}{'FLOPs':>10}{'loss':>8}")
+        for each in trained:
             print(
-                f"{size:6}{each.shape:>16}{each.parameters:12,}{each.learning_rate:8.2g}{each.tokens:12,}"
-                f"{each.flops:10.1e}{each.loss:8.3f}",
-                flush=True,
+                f"{each.size:6}{each.shape:>16}{each.parameters:12,}{each.learning_rate:8.2g}{each.tokens:12,}"
+                f"{each.flops:10.1e}{each.loss:8.3f}"
             )
     if args.plot:
         plot(args.plot, trained)
