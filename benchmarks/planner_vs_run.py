@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner_vs_run [--quick]
 
-quickstart's model and batch run with several strategies on 1 and 2 ranks; each run is planned with the rates that
+A Llama of 3.5 million parameters runs with several strategies on 1 and 2 ranks; each run is planned with the rates that
 training/measure.py measured here, then trained by `python -m training.train`. On a busy machine rates and steps would
 not match, so each run waits, for a minute at most, until 90% of the cores are idle. Errors are
 measured / predicted - 1, of the median step.
@@ -80,7 +80,7 @@ def compare(
     run_dir = folder / f"{strategy}-{precision}-{len(measurements)}"
     plan = write_plan(
         run_dir,
-        size=Size("quickstart", MODEL, VOCAB_SIZE, CONTEXT, BATCH, BATCH // ranks, 1),
+        size=Size("3.5M", MODEL, VOCAB_SIZE, CONTEXT, BATCH, BATCH // ranks, 1),
         shards_dir=folder / "tokens",
         inventory=inventory,
         steps=steps,

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving [--quick] [--plot serving.png]
 
-There are two models: one as large as the quickstart's (4M parameters, trained for a few steps) and one of 94M (random
+There are two models: a small one (4M parameters, trained for a few steps) and one of 94M (random
 weights). A request has a prompt of about 20 tokens and asks for 64 more (32 with --quick), greedily. All servers of a
 model are started first and are idle while another one is measured; in each repetition they take turns, so that a busy
 machine affects all of them.

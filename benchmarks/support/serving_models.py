@@ -17,7 +17,7 @@ from typing import Any
 
 CONTEXT, END = 256, "<|endoftext|>"
 SMALL, LARGE = "4M", "94M"
-SIZES = {  # as the quickstart's; as the smallest GPT-2, but 8,192 words
+SIZES = {  # a small one; as the smallest GPT-2, but 8,192 words
     SMALL: {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
     | {"num_attention_heads": 8, "num_key_value_heads": 4},
     LARGE: {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}

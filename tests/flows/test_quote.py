@@ -34,7 +34,8 @@ MACHINES: dict[str, Any] = {
 
 
 def small() -> RunConfig:
-    return load_config("quickstart", ["train.steps=100000", "train.micro_batch=2", "model.width=256"])
+    model = ["model.width=256", "model.heads=8", "model.kv_heads=4", "train.optimizer=adamw"]
+    return load_config("quickstart", [*model, "train.steps=100000", "train.micro_batch=2"])
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,7 @@ class Cluster:
     is_measured: bool = True  # the rate of matrix products
     host_memory_gib: float = float("inf")  # the smallest host's
     attention_tflops: float = 0.0  # rate of fused attention over long contexts
+    muon_tflops: float = 0.0  # rate of Muon's products: in bf16, on CPUs that are slow at it in fp32
     launch_slowdown: float = 1.0  # times as long as on the run's fastest CPU it takes to launch operations
 
     @property
@@ -153,6 +154,11 @@ def attention_tflops(device: Device, precision: str) -> float:
     return ATTENTION.get(major, ATTENTION["8"]) * matmul_tflops(device, "bf16" if precision == "fp8" else precision)
 
 
+def muon_tflops(device: Device) -> float:
+    """Return the measured rate of Muon's products (training/strategies/muon.py), 0 if not measured."""
+    return max(matmul_tflops(device, precision) for precision in ("bf16", "fp32"))
+
+
 def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision: str) -> Cluster:
     """Return the cluster that ranks will find: this number on each of the first hosts.
 
@@ -205,6 +211,7 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
         else min(
             attention_tflops(device, precision) or ATTENTION["8"] * slowest for host in hosts for device in host.devices
         ),
+        muon_tflops=threads * min(_rate([muon_tflops(device) for device in host.devices], kind) for host in hosts),
     )
 
 

@@ -89,7 +89,7 @@ def make_plan(
     assumed = _assumptions(config, shards, used, steps=run.steps, compiled=compiled)
     why_fp8 = _why_fp8(shape) if "fp8" in split.precisions else []
     why_steps, why_losses = [f"{counted(run.steps, 'step')}: {run.why}"], _other_losses(hf_config or {})
-    why_steps += [*_why_batches(run), *_why_average(config, run.steps)]
+    why_steps += [*_why_batches(run), *_why_average(config, run.steps), *_why_muon(chosen.best.seconds)]
     reasons = [*why_steps, *describe_size(config), *assumed, *why_fp8, *why_positions, *why_losses, *why_text]
     hosts = choice.hosts
     names = dict.fromkeys(host.name for host in hosts)
@@ -224,6 +224,16 @@ def _why_average(config: RunConfig, steps: int) -> list[str]:
     about = f"average: the {train.average} of the last {number} checkpoints' weights is evaluated beside the last ones"
     chosen = f"export.weights={config.export.weights} chooses which are exported; the checkpoints are kept for it"
     return [f"{about}, and {chosen}"] if number else []
+
+
+def _why_muon(seconds: Mapping[str, float]) -> list[str]:
+    """Return a sentence if Muon's products are more than a tenth of a step. `seconds`: of a step by part."""
+    if (products := seconds.get("Muon's products", 0.0)) < sum(seconds.values()) / 10:
+        return []
+    return [
+        f"muon: its products take {products / sum(seconds.values()):.0%} of a step, {1000 * products:.0f} ms; a larger "
+        "train.global_batch has fewer steps of them, train.optimizer=adamw none"
+    ]
 
 
 def _text(config: RunConfig, epoch: Sequence[Epoch] | None, run: RunLength) -> tuple[dict[str, Any], list[str]]:

@@ -365,7 +365,7 @@ def rank_devices(
         device, clusters = alone[kind[0]][0], [alone[key][1] for key in kind]
         rates = {
             field: min(getattr(cluster, field) for cluster in clusters)
-            for field in ("matmul_tflops", "memory_gb_per_s", "attention_tflops", "memory_gib")
+            for field in ("matmul_tflops", "memory_gb_per_s", "attention_tflops", "muon_tflops", "memory_gib")
             if memory_known or field != "memory_gb_per_s"
         }
         if run.kind == "cpu":

@@ -346,7 +346,8 @@ def _muon_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, num
     ranks = holders * layout.tp
     layers = max(stage_layers(job, layout, stage=stage) for stage in stages_with_most(job, layout))
     flops = layers * job.orthogonalizing_flops / ranks
-    parts = {"Muon's products": flops / (model.time.sustained * cluster.matmul_tflops * 1e12)}
+    rate = cluster.muon_tflops or cluster.matmul_tflops
+    parts = {"Muon's products": flops / (model.time.sustained * rate * 1e12)}
     if ranks > 1:
         stage = 0 if layout.at is None else layout.at[1]
         own = hidden_parameters(job, layout, stage=stage) / (num_shards if sharing.stage >= 1 else 1)
