@@ -20,15 +20,14 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from training.config.run import RunConfig
-from training.planner.cluster import ATTENTION, Cluster, cluster_of
-from training.planner.cost_model import CostModel, TimeCosts
+from training.planner.cluster import ATTENTION, MEMORY_SHARE, Cluster, cluster_of
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
-from training.planner.memory import memory_gib
 from training.planner.model_shape import own_shape
-from training.planner.pricing import MEMORY_SHARE, PricedLayout, cost_model_of, likely_range, num_shards
-from training.planner.search import best_first
-from training.planner.step_time import step_s as seconds_of_step
+from training.planner.price.cost_model import CostModel, TimeCosts
+from training.planner.price.memory import memory_gib
+from training.planner.price.pricing import PricedLayout, best_first, likely_range, our_step
+from training.planner.price.step_time import step_s as seconds_of_step
 from training.records.correction import Measured
 from training.records.inventory import Inventory
 
@@ -159,12 +158,10 @@ class PlannedRow:
 
     @functools.cached_property
     def priced(self) -> PricedLayout:
-        job, layout, cluster = self.job, self.layout, self.cluster
-        model = self.traits.applied(cost_model_of(self.config, job, layout, cluster), tp=layout.tp)
-        shards = num_shards(self.config, layout, cluster)
-        memory = memory_gib(job, layout, model, num_shards=shards)
-        seconds = seconds_of_step(job, layout, model, cluster, num_shards=shards)
-        return PricedLayout(layout, cluster, memory, MEMORY_SHARE * cluster.memory_gib, seconds)
+        ours = our_step(self.config, self.job, self.layout, self.cluster)
+        step = replace(ours, model=self.traits.applied(ours.model, tp=self.layout.tp))
+        usable_gib = MEMORY_SHARE * self.cluster.memory_gib
+        return PricedLayout(self.layout, self.cluster, memory_gib(step), usable_gib, seconds_of_step(step))
 
     @property
     def ratio(self) -> float:

@@ -22,7 +22,7 @@ from training.models.freezing import not_reached, without_gradient
 from training.models.init_weights import fill
 from training.models.language_model import LanguageModel
 from training.models.state import state_of
-from training.planner.cost_model import ZERO_STAGE
+from training.planner.price.cost_model import ZERO_STAGE
 from training.records.plan import RankPlan
 from training.runtime.mesh import Mesh
 from training.runtime.step_trace import phase

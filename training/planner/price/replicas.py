@@ -16,13 +16,13 @@ from statistics import fmean
 from typing import Any
 
 from training.config.parallel import Precision, Stages
-from training.config.run import RunConfig
-from training.planner.cluster import ALIKE, Cluster, cluster_of
-from training.planner.corrections import Corrections, correct_memory, correct_seconds
+from training.facts.shares import largest_that_fits, split_by_speed
+from training.planner.cluster import ALIKE, MEMORY_SHARE, Cluster, cluster_of
+from training.planner.corrections import correct_memory, correct_seconds
 from training.planner.job import Job, Layout, Recompute
 from training.planner.precision import ChosenPrecision
-from training.planner.pricing import MEMORY_SHARE, PricedLayout, host_gib, memory_of, seconds_of
-from training.planner.shares import largest_that_fits, split_by_speed
+from training.planner.price.pricing import COMPUTING, PricedLayout, host_gib, memory_of, our_step, seconds_of
+from training.planner.question import Question
 from training.records.correction import Correction
 from training.records.inventory import Device, Inventory
 from training.records.plan import even_stages
@@ -30,7 +30,6 @@ from training.records.plan import even_stages
 MAX_LENGTH = 8  # stages of a replica of unlike shape
 LENGTHS_TRIED = 2  # of pipelines of devices that are alike, the shortest that hold the model
 RUNS_COMBINED = 4  # of more runs of devices that are alike only the shortest of each are tried
-COMPUTING = ("products", "attention", "memory-bound", "recomputing")  # parts of a step that grow with a replica's share
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,18 +63,10 @@ Replica = tuple[Rank, ...]  # the unlike ranks of a data-parallel replica
 class RankPrices:
     """Prices layouts on so many ranks on each of the first hosts."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        job: Job,
-        inventory: Inventory,
-        ranks_per_host: tuple[int, ...],
-        precision: ChosenPrecision,
-        corrections: Corrections,
-    ) -> None:
-        self.config, self.job, self.precision, self.corrections = config, job, precision, corrections
-        self.run = cluster_of(inventory, ranks_per_host, precision=precision.common)
-        self.kinds, self.kind_of_rank = rank_devices(inventory, self.run, precision=precision)
+    def __init__(self, question: Question, ranks_per_host: tuple[int, ...]) -> None:
+        self.question, self.config, self.job = question, question.config, question.job
+        self.run = cluster_of(question.inventory, ranks_per_host, precision=question.precision.common)
+        self.kinds, self.kind_of_rank = rank_devices(question.inventory, self.run, precision=question.precision)
         self.hosts = [host for host, ranks in enumerate(ranks_per_host) for _ in range(ranks)]
         self.mean_tflops = fmean(self.kinds[kind].cluster.matmul_tflops for kind in self.kind_of_rank)
         self.seconds = functools.cache(self._seconds)
@@ -135,7 +126,7 @@ class RankPrices:
         return functools.cache(lambda precision: replace(self.job, precision=precision))
 
     def correction(self, layout: Layout) -> Correction:
-        return self.corrections.of(self.config, layout)
+        return self.question.corrections.of(self.config, layout)
 
     def _seconds(self, layout: Layout, rank: Rank, micro_batch: int, accumulation: int) -> dict[str, float]:
         """Return the seconds of a step by part, if all ranks were like this one; corrected."""
@@ -189,7 +180,7 @@ class RankPrices:
         rank, size = self.fullest(layout, each)
         memory, usable_gib = self.memory(layout, rank, size), rank.device.usable_gib
         view = layout if not layout.stages else self._view(layout, replicas[0][0], sizes[0], layout.accumulation)
-        on_host = host_gib(self.config, self.job, view, self.run) if layout.offload != "none" else 0.0
+        on_host = host_gib(our_step(self.config, self.job, view, self.run)) if layout.offload != "none" else 0.0
         unequal = sizes if len(set(sizes)) > 1 else ()
         priced = PricedLayout(
             replace(layout, micro_batch=max(sizes)),

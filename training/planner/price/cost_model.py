@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from training.config.parallel import IN_SHARDS, StrategyName
+from training.config.parallel import IN_SHARDS, ParallelConfig, StrategyName
+from training.config.run import RunConfig
 from training.facts.families import has_family
-from training.planner.job import Job
+from training.planner.job import Job, Layout
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ PASSES = {("cpu", True): 5.5, ("cpu", False): 6.5, ("cuda", True): 1.6, ("cuda",
 OP_S = {"cpu": 12e-6, "cuda": 8e-6}  # of the host, for each of a layer's operations: 20 compiled, 70 eager
 TORCH_GIB = {"cpu": 0.42, "cuda": 1.5}  # torch + transformers resident; CUDA context and NCCL buffers
 DEEPSPEED_GIB = 0.21  # resident besides
+MIN_ROWS = 64  # PowerSGD and others: a matrix of fewer columns is not worth its factors
+Kind = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -184,36 +187,24 @@ class CostModel:
         return replaced
 
 
-def our_cost_model(
-    job: Job,
-    strategy: StrategyName,
-    *,
-    kind: Literal["cpu", "cuda"],
-    is_undivided: bool = True,
-    compiled: bool = False,
-    sequence_parallel: bool = False,
-    bf16_residual: bool = False,
-    copies_gradients: bool = False,
-    bucket_bytes: float = 0.0,
-    reduce_bytes: float = 4.0,
-    across_bytes: float = 4.0,
-    muon: bool = False,
-) -> CostModel:
-    """The cost model of our own training program (training/strategies/) under `strategy`.
-
-    `is_undivided`: without tensor or pipeline parallelism.
-    """
+def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> CostModel:
+    """The cost model of our own training program (training/strategies/) on devices of this kind."""
+    strategy, parallel, train = layout.strategy, config.parallel, config.train
+    compiled, muon = train.compile is True, train.optimizer == "muon"
     travels_in_16_bits, low = _is_16_bit(strategy, job), job.precision != "fp32"
-    carried = "fp32" if not low else "16 bits" if travels_in_16_bits or bf16_residual else "autocast"
-    by_deepspeed = strategy.startswith("zero") and is_undivided
-    is_ours = strategy == "zero1" and not is_undivided
+    carried = "fp32" if not low else "16 bits" if travels_in_16_bits or train.residual == "bf16" else "autocast"
+    runs_whole = layout.is_undivided and not muon
+    by_deepspeed, is_ours = strategy.startswith("zero") and runs_whole, strategy == "zero1" and not runs_whole
+    copies_gradients = strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view
+    # DeepSpeed's overlap_comm fills one bucket while another travels
+    num_buckets = 3 if kind == "cuda" and strategy in ("zero1", "zero2") and layout.is_undivided else 2
     family = has_family(job.shape)
     return CostModel(
         Program(
             kept=_our_kept(job, carried, kind=kind, compiled=compiled),
-            reduce_bytes=reduce_bytes,
+            reduce_bytes=_reduce_bytes(parallel, layout, job.shape.width),
             boundary_bytes=2.0 if carried == "16 bits" else 4.0,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=layout.sequence_parallel,
             chunked_logits=family,
             gathers_embedding=family and strategy in IN_SHARDS,
             orthogonalizes=muon,
@@ -222,7 +213,7 @@ def our_cost_model(
         MemoryCosts(
             gradient_bytes=8.0 if copies_gradients else 4.0,
             hidden_optimizer_bytes=4.0 if muon else 8.0,
-            bucket_bytes=bucket_bytes if strategy != "single" else 0.0,
+            bucket_bytes=num_buckets * parallel.bucket_mib * 2**20,
             cast_bytes=2.0 if low else 0.0,
             copy_bytes=4.0 if by_deepspeed and strategy != "zero3" else 0.0,
             frees_before_gradients=strategy == "single",
@@ -231,7 +222,7 @@ def our_cost_model(
             fragmentation=0.05 if kind == "cuda" else 0.0,
         ),
         TimeCosts(
-            across_bytes=across_bytes,
+            across_bytes=_across_bytes(parallel, layout),
             sustained=SUSTAINED[kind],
             passes=PASSES[kind, compiled],
             norm_bytes=EAGER_NORM_BYTES if kind == "cuda" and not compiled and job.is_gated else 0.0,
@@ -244,6 +235,26 @@ def our_cost_model(
     )
 
 
+def _across_bytes(parallel: ParallelConfig, layout: Layout) -> float:
+    """Bytes per gradient and step between groups; local-sgd's synchronize only in outer steps."""
+    if layout.strategy != "local-sgd":
+        return 4.0
+    return (2.0 if parallel.compression == "bf16" else 4.0) / parallel.outer_every_steps
+
+
+def _reduce_bytes(parallel: ParallelConfig, layout: Layout, width: int) -> float:
+    """Bytes per gradient of an all-reduce that takes as long as DDP's compressed one (training/strategies)."""
+    if layout.strategy != "ddp":
+        return 4.0
+    if parallel.compression == "bf16":
+        return 2.0
+    if parallel.compression == "topk":  # an index and a value each, to all others
+        return min(4.0, parallel.topk_ratio * 8 * layout.gradient_ranks / 2)
+    if parallel.compression == "powersgd":
+        return min(4.0, 8.0 * parallel.powersgd_rank / max(MIN_ROWS, width))
+    return 4.0
+
+
 def _accumulated_bytes(strategy: StrategyName, job: Job) -> float:
     """Bytes moved per parameter and micro-batch: weights cast for products, gradients cast back and added up in fp32.
 
@@ -253,7 +264,7 @@ def _accumulated_bytes(strategy: StrategyName, job: Job) -> float:
     return 12.0 if SHARING[strategy].stage == 3 else 12.0 + 2 * cast
 
 
-def _our_kept(job: Job, carried: str, *, kind: Literal["cpu", "cuda"], compiled: bool) -> Kept:
+def _our_kept(job: Job, carried: str, *, kind: Kind, compiled: bool) -> Kept:
     """Return what a layer of ours keeps for the backward pass. `carried`: the precision of the residual stream."""
     architecture = job.shape.architecture if (job.shape.architecture, carried) in OUR_KEPT else "llama"
     kept = OUR_KEPT[architecture, carried]

@@ -1,33 +1,21 @@
-"""Counts the bytes that data-parallel ranks send: groups, gradient compression, collectives."""
+"""Groups of data-parallel ranks, and what gradients can be compressed: why so, and why not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.config.parallel import IN_GROUPS, ParallelConfig, StrategyName
+from training.config.parallel import IN_GROUPS, ParallelConfig
 from training.config.run import RunConfig
-
-KEEPS_RESIDUALS = ("topk", "powersgd")
-
-
-def all_reduce_bytes(num_bytes: int, ranks: int) -> int:
-    """Return the bytes that each rank sends to sum `num_bytes` over `ranks` ranks: the minimum, which a ring reaches
-    (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations")."""
-    return 2 * num_bytes * (ranks - 1) // ranks
+from training.planner.job import Layout
+from training.planner.price.pricing import KEEPS_RESIDUALS
 
 
-def gather_bytes(num_bytes: int, ranks: int) -> int:
-    """Return the bytes that each rank sends or passes on until all ranks have the `num_bytes` of each of them."""
-    return num_bytes * (ranks - 1)
-
-
-def choose_groups(
-    parallel: ParallelConfig, strategy: StrategyName, *, dp: int, tp: int, ranks_per_host: Sequence[int]
-) -> tuple[int, str]:
+def choose_groups(parallel: ParallelConfig, layout: Layout, ranks_per_host: Sequence[int]) -> tuple[int, str]:
     """Return the number of data-parallel ranks in a group, and the reason; 0 for strategies without groups.
 
     Raises ValueError, with the numbers and the cure, if the ranks do not make equal groups.
     """
+    strategy, dp, tp = layout.strategy, layout.dp, layout.tp
     if strategy not in IN_GROUPS:
         return 0, ""
     ranks, why = parallel.group_ranks, "asked for by parallel.group_ranks"
@@ -69,21 +57,3 @@ def check_communication(config: RunConfig, *, dp: int, precision: str) -> None:
             f"compression, or more, as each rank gets every other's places and values: set it below {1 / dp:.2g}, "
             "or use parallel.compression=powersgd, whose bytes do not grow with the ranks"
         )
-
-
-def communication_state_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> float:
-    """Return the bytes that a rank with `parameters` of the model holds beside weights, gradients and AdamW's moments.
-
-    topk, powersgd: the residual. local-sgd: its part of the agreed weights and of the outer momentum, and while it
-    validates between outer steps the groups' mean.
-    """
-    if config.parallel.strategy == "local-sgd":
-        return (8 / group_ranks + (4 if config.evaluation.every_steps else 0)) * parameters
-    return 4 * parameters if config.parallel.compression in KEEPS_RESIDUALS else 0
-
-
-def rank_checkpoint_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> float:
-    """Bytes that a checkpoint stores for each rank alone: its residual, and its part of what its group alone has."""
-    if config.parallel.strategy == "local-sgd":
-        return 20 / group_ranks * parameters
-    return 4 * parameters if config.parallel.compression in KEEPS_RESIDUALS else 0
