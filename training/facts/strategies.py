@@ -1,13 +1,13 @@
 """The strategies, one row each: what their ranks share, what they go with, and who runs them.
 
-The config refuses what does not go together, the plan chooses and prices among the rest, and ranks do it: all three read
-these rows. A new strategy is one file in training/strategies, its line there, and one row here.
+The config refuses what does not go together, the plan chooses and prices among the rest, and ranks do it: all three
+read these rows. A new strategy is one file in training/strategies, its line there, and one row here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
 
@@ -38,6 +38,19 @@ class Strategy:
     compressions: tuple[str, ...] = ()
     is_tried: bool = True
     cannot_compile: str = ""
+
+    @property
+    def by_fsdp(self) -> bool:
+        return self.engine == "fsdp"
+
+    @property
+    def by_deepspeed(self) -> bool:
+        return self.engine == "deepspeed"
+
+    @property
+    def orthogonalizes(self) -> bool:
+        """Whether its ranks can hold matrices whole, for Muon: DeepSpeed cuts gradients into flat pieces."""
+        return not (self.by_deepspeed and self.stage >= 2)
 
     @property
     def gathers(self) -> bool:
@@ -84,22 +97,20 @@ STRATEGIES: dict[StrategyName, Strategy] = {
         cannot_compile="gathers weights inside each layer",
     ),
 }
-NAMES: tuple[StrategyName, ...] = get_args(StrategyName)
 
 
-def having(*fields: str) -> tuple[StrategyName, ...]:
-    """Return the strategies whose rows have all of these fields."""
-    return tuple(name for name, row in STRATEGIES.items() if all(getattr(row, field) for field in fields))
+def having(field: str) -> tuple[StrategyName, ...]:
+    """Return the strategies whose rows have this."""
+    return tuple(name for name, row in STRATEGIES.items() if getattr(row, field))
 
 
-# FSDP2: these choose when weights are gathered and gradients reduced, without a pipeline.
-IN_SHARDS = tuple(name for name, row in STRATEGIES.items() if row.engine == "fsdp")
+IN_SHARDS = having("by_fsdp")  # these choose when weights are gathered and gradients reduced, without a pipeline
 
 
-def offloads(strategy: str, *, tp: int, pp: int) -> tuple[str, ...]:
-    """Return what a strategy can keep in host memory; `auto`: nothing is known.
+def offloads(strategy: StrategyName, *, tp: int, pp: int) -> tuple[str, ...]:
+    """Return what a strategy can keep in host memory.
 
     A pipeline keeps its state on devices, and so does zero1 beside tp, which is not DeepSpeed's.
     """
-    row = next((row for name, row in STRATEGIES.items() if name == strategy), Strategy())
-    return () if pp > 1 or (row.engine == "deepspeed" and tp > 1) else row.offloads
+    row = STRATEGIES[strategy]
+    return () if pp > 1 or (row.by_deepspeed and tp > 1) else row.offloads

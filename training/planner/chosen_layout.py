@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.config.parallel import IN_SHARDS, Precision, Stages
+from training.config.parallel import Precision, Stages
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster
 from training.planner.job import Layout
@@ -138,7 +138,7 @@ class ChosenLayout:
 
 def as_recorded(layout: Layout) -> dict[str, Any]:
     """The fields of a plan that say when sharded weights are gathered, and gradients reduced."""
-    if layout.strategy not in IN_SHARDS:
+    if not layout.row.by_fsdp:
         return {}
     return {
         "reshard_after_forward": not layout.gathers_once,

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from training.config.parallel import Precision, Stages, StrategyName
+from training.config.parallel import Precision, Stages
 from training.config.run import RunConfig
 from training.facts.families import masked_types
 from training.facts.muon import newton_schulz_flops
+from training.facts.strategies import STRATEGIES, Strategy, StrategyName
 from training.records.model_sizes import Part
 from training.records.plan import ModelShape, describe_stages, layer_numbers
 
@@ -166,6 +167,10 @@ class Layout:
     keeps_weights: bool = False
     reduces_last: bool = False
     counts_ends: bool = False
+
+    @property
+    def row(self) -> Strategy:
+        return STRATEGIES[self.strategy]
 
     @property
     def gathers_once(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from training.config.run import RunConfig
+from training.facts.strategies import STRATEGIES
 from training.planner.corrections import NO_CORRECTIONS, Corrections, corrections_of, machine_of
 from training.planner.job import Job, Mesh
 from training.planner.model_shape import flops_per_token
@@ -68,7 +69,7 @@ class Question:
         return next(n for n in range(min(most, batch), 0, -1) if batch % n == 0)
 
     def num_ranks(self, mesh: Mesh) -> int:
-        if mesh.strategy == "single":
+        if not STRATEGIES[mesh.strategy].engine:
             return 1
         return self.config.parallel.ranks or self.num_replicas(mesh) * mesh.model_ranks
 

@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from training.config.parallel import IN_SHARDS, WITH_CP, WITH_PP, WITH_STAGES, WITH_TP, Stages, StrategyName, offloads
+from training.config.parallel import Stages
 from training.facts.families import why_not
+from training.facts.strategies import STRATEGIES, StrategyName, having, offloads
 from training.planner.cluster import Cluster
 from training.planner.job import Layout, Mesh, Offload, Recompute
 from training.planner.price.pricing import PricedLayout, Ranking, best_first
@@ -20,11 +21,10 @@ from training.planner.question import Question
 from training.planner.reasons.refusals import accumulation_refusal, accumulations, check_stages, mesh_refusal
 from training.records.plan import ModelShape, even_stages
 
-AUTOMATIC: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 MAX_STAGES = 64
-INTERLEAVED, STAGES_PER_RANK = ("ddp", "fsdp"), (2, 4, 8)  # that are tried by themselves
+STAGES_PER_RANK = (2, 4, 8)  # that are tried by themselves
 LEAST_BUBBLE = 0.05  # of a step's micro-batches: where 1F1B idles less, interleaved stages save too little to be tried
 LEFT_OUT = (
     "zero3: not tried, since fsdp fits without offload and shards the same, with a third of the operations to launch, "
@@ -70,12 +70,12 @@ def _rank_meshes(question: Question, cps: Sequence[int]) -> Ranking:
         ]
 
     on_gpus = question.inventory.device_kind == "cuda"
-    last_resort = {"zero3"} if config.parallel.strategy == "auto" and on_gpus else set()
+    last_resort = set(having("cannot_compile")) if config.parallel.strategy == "auto" and on_gpus else set()
     interleaved = {mesh for mesh in meshes if mesh.stages_per_rank > 1 and not config.parallel.pp_stages_per_rank}
     priced = priced_on(mesh for mesh in meshes if mesh.strategy not in last_resort and mesh not in interleaved)
     priced += priced_on((mesh for mesh in meshes if mesh in interleaved), _may_win_by_interleaving(priced))
     is_left_out = bool(last_resort) and any(
-        each.fits and each.layout.offload == "none" and each.layout.strategy in IN_SHARDS for each in priced
+        each.fits and each.layout.offload == "none" and each.layout.row.by_fsdp for each in priced
     )
     priced += [] if is_left_out else priced_on(mesh for mesh in meshes if mesh.strategy in last_resort)
     if question.has_stages or (list(cps) == [1] and _may_have_unequal_stages(question)):
@@ -124,8 +124,8 @@ def _meshes(question: Question, cp: int) -> Iterator[Mesh]:
             if cp > 1 and pp > 1:
                 continue
             for strategy in _strategies(question, num_ranks=max(num_devices, tp * pp * cp)):
-                goes_with_cp = cp == 1 or strategy in WITH_CP
-                if (pinned or ((tp == 1 or strategy in WITH_TP) and (pp == 1 or strategy in WITH_PP))) and goes_with_cp:
+                row = STRATEGIES[strategy]
+                if (pinned or ((tp == 1 or row.tp) and (pp == 1 or row.pp))) and (cp == 1 or row.cp):
                     for stages_per_rank in _interleaved(question, strategy, pp):
                         yield Mesh(strategy, tp, pp, cp, stages_per_rank)
 
@@ -135,17 +135,16 @@ def _strategies(question: Question, *, num_ranks: int) -> tuple[StrategyName, ..
     parallel, train = question.config.parallel, question.config.train
     if parallel.strategy != "auto":
         return (parallel.strategy,)
-    several = [strategy for strategy in AUTOMATIC if strategy != "single"]
-    if train.compile is True:
-        several.remove("zero3")
-    if len(question.inventory.hosts) == 1:
-        several.remove("hsdp")
-    if train.optimizer == "muon":  # zero1 is then our own
-        several = [strategy for strategy in several if strategy not in {"zero2", "zero3"}]
-    if num_ranks > 1:
-        return tuple(several)
-    alone: tuple[StrategyName, ...] = ("single", "fsdp", "zero1", "zero2", "zero3")
-    return tuple(strategy for strategy in alone if strategy == "single" or strategy in several)
+    return tuple(
+        name
+        for name in having("is_tried")
+        for row in [STRATEGIES[name]]
+        # one rank shares nothing: it can only keep less on its device, or be alone
+        if (bool(row.engine) if num_ranks > 1 else not row.engine or row.offloads)
+        and not (row.cannot_compile and train.compile is True)
+        and not (row.in_groups and len(question.inventory.hosts) == 1)
+        and (row.orthogonalizes or train.optimizer != "muon")
+    )
 
 
 def _tensor_sizes(question: Question) -> list[int]:
@@ -171,7 +170,13 @@ def _interleaved(question: Question, strategy: StrategyName, pp: int) -> Iterato
     config, layers = question.config, question.shape.layers
     asked = config.parallel.pp_stages_per_rank
     yield asked or 1
-    if asked or config.parallel.pp or pp == 1 or strategy not in INTERLEAVED or config.train.optimizer == "muon":
+    if (
+        asked
+        or config.parallel.pp
+        or pp == 1
+        or not STRATEGIES[strategy].interleaves
+        or config.train.optimizer == "muon"
+    ):
         return
     yield from (n for n in STAGES_PER_RANK if -(-layers // (pp * n)) * n == -(-layers // pp))
 
@@ -181,7 +186,7 @@ def _layouts(question: Question, cluster: Cluster, mesh: Mesh) -> Iterator[Layou
     parallel, sizes = question.config.parallel, cluster.host_sizes
     if mesh.tp > 1 and parallel.tp == 0 and any(on_host % mesh.tp for on_host in sizes):
         return  # a tensor-parallel group would reach over hosts
-    if mesh.strategy == "hsdp" and parallel.strategy == "auto" and len(sizes) > 1:
+    if STRATEGIES[mesh.strategy].in_groups and parallel.strategy == "auto" and len(sizes) > 1:
         return  # its groups are hosts, which must be equal
     dp = cluster.num_ranks // mesh.model_ranks
     split = sequence_choices(question, tp=mesh.tp, cp=mesh.cp)
@@ -235,7 +240,7 @@ def _savings(question: Question, mesh: Mesh) -> Iterator[tuple[Recompute, Offloa
 
 def _kept_for_speed(question: Question, mesh: Mesh, offload: Offload, accumulation: int) -> Iterator[tuple[bool, bool]]:
     """Yield the values of Layout.keeps_weights and reduces_last to try; parameters on the host allow neither."""
-    if mesh.strategy not in IN_SHARDS or mesh.pp > 1:
+    if not STRATEGIES[mesh.strategy].by_fsdp or mesh.pp > 1:
         yield False, False
         return
     parallel = question.config.parallel
@@ -275,7 +280,7 @@ def _stage_layouts(by_rank: RankPrices, even: Layout | None) -> Iterator[Layout]
         number = accumulation or longest
         micro_batch = max(1, batch // (dp * number))
         split = sequence_choices(question, tp=tp)[0]
-        layout = Layout(WITH_STAGES[0], tp, longest, dp, micro_batch, number, recompute, stages=stages)
+        layout = Layout(having("sizes_stages")[0], tp, longest, dp, micro_batch, number, recompute, stages=stages)
         return replace(layout, sequence_parallel=split)
 
     found: Iterable[tuple[int, Stages, Recompute]] = ()

@@ -16,9 +16,10 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from pydantic import Field, computed_field, model_validator
 
 from training.config.device_names import key_for
-from training.config.parallel import IN_SHARDS, Precision, Stages, StrategyName
+from training.config.parallel import Precision, Stages
 from training.config.run import RunConfig
 from training.config.train import Batches, BatchPhase
+from training.facts.strategies import IN_SHARDS, StrategyName
 from training.records.correction import Correction, Priced
 from training.records.model_sizes import ModelSizes
 from training.records.record import Record, with_matmul_share

@@ -10,43 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from training.config.parallel import IN_SHARDS, ParallelConfig, StrategyName
+from training.config.parallel import ParallelConfig
 from training.config.run import RunConfig
 from training.facts.families import has_family
 from training.planner.job import Job, Layout
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """The states that data-parallel ranks share: weights, gradients, optimizer state.
-
-    `stage`: ZeRO's (Rajbhandari et al. 2020, section 5): 1 shards the optimizer's state, 2 also gradients, 3 also
-    weights. `gathers`: of the whole weights in one micro-batch. `reduces_each`: gradients travel after each
-    micro-batch, not once a step. `gathers_update`: the updated weights travel after the step. `in_groups`: ranks do so
-    within their group only; groups add up gradients.
-    """
-
-    stage: int
-    gathers: int = 0
-    reduces_each: bool = False
-    gathers_update: bool = False
-    in_groups: bool = False
-
-
-SHARING: dict[str, Sharing] = {
-    "single": Sharing(stage=0),
-    "ddp": Sharing(stage=0),
-    # DeepSpeed 0.19 with overlap_comm on GPUs: stage 1 reduces beside the last backward, stage 2 beside each one, and
-    # stage 3 prefetches. Beside tp or pp zero1 is training/strategies/sharded_optimizer.py, which runs nothing in a
-    # layer's forward pass, and reduces in line after the last micro-batch.
-    "zero1": Sharing(stage=1, gathers_update=True),
-    "zero2": Sharing(stage=2, reduces_each=True, gathers_update=True),
-    "zero3": Sharing(stage=3, gathers=2, reduces_each=True),
-    "fsdp": Sharing(stage=3, gathers=2, reduces_each=True),
-    "hsdp": Sharing(stage=3, gathers=2, reduces_each=True, in_groups=True),
-    "local-sgd": Sharing(stage=0, in_groups=True),
-}
-ZERO_STAGE = {name: sharing.stage for name, sharing in SHARING.items()}
 
 
 @dataclass(frozen=True)
@@ -189,15 +156,16 @@ class CostModel:
 
 def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> CostModel:
     """The cost model of our own training program (training/strategies/) on devices of this kind."""
-    strategy, parallel, train = layout.strategy, config.parallel, config.train
+    row, parallel, train = layout.row, config.parallel, config.train
     compiled, muon = train.compile is True, train.optimizer == "muon"
-    travels_in_16_bits, low = _is_16_bit(strategy, job), job.precision != "fp32"
+    # fsdp gathers weights in bf16 and carries bf16 from layer to layer (training/strategies/fsdp.py)
+    travels_in_16_bits, low = job.precision in {"bf16", "fp8"} and row.by_fsdp, job.precision != "fp32"
     carried = "fp32" if not low else "16 bits" if travels_in_16_bits or train.residual == "bf16" else "autocast"
     runs_whole = layout.is_undivided and not muon
-    by_deepspeed, is_ours = strategy.startswith("zero") and runs_whole, strategy == "zero1" and not runs_whole
-    copies_gradients = strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view
+    by_deepspeed, is_ours = row.by_deepspeed and runs_whole, row.by_deepspeed and not runs_whole
+    copies_gradients = layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view
     # DeepSpeed's overlap_comm fills one bucket while another travels
-    num_buckets = 3 if kind == "cuda" and strategy in ("zero1", "zero2") and layout.is_undivided else 2
+    num_buckets = 3 if kind == "cuda" and row.by_deepspeed and row.stage < 3 and layout.is_undivided else 2
     family = has_family(job.shape)
     return CostModel(
         Program(
@@ -206,7 +174,7 @@ def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> C
             boundary_bytes=2.0 if carried == "16 bits" else 4.0,
             sequence_parallel=layout.sequence_parallel,
             chunked_logits=family,
-            gathers_embedding=family and strategy in IN_SHARDS,
+            gathers_embedding=family and row.by_fsdp,
             orthogonalizes=muon,
             gather_bytes=2.0 if travels_in_16_bits else 4.0,
         ),
@@ -215,8 +183,8 @@ def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> C
             hidden_optimizer_bytes=4.0 if muon else 8.0,
             bucket_bytes=num_buckets * parallel.bucket_mib * 2**20,
             cast_bytes=2.0 if low else 0.0,
-            copy_bytes=4.0 if by_deepspeed and strategy != "zero3" else 0.0,
-            frees_before_gradients=strategy == "single",
+            copy_bytes=4.0 if by_deepspeed and row.stage < 3 else 0.0,
+            frees_before_gradients=not row.engine,
             logit_bytes=job.width_bytes if family else 12 + 2 * job.width_bytes,
             process_gib=TORCH_GIB[kind] + (DEEPSPEED_GIB if kind == "cpu" and by_deepspeed else 0.0),
             fragmentation=0.05 if kind == "cuda" else 0.0,
@@ -226,7 +194,7 @@ def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> C
             sustained=SUSTAINED[kind],
             passes=PASSES[kind, compiled],
             norm_bytes=EAGER_NORM_BYTES if kind == "cuda" and not compiled and job.is_gated else 0.0,
-            accumulated_bytes=_accumulated_bytes(strategy, job) if kind == "cuda" else 0.0,
+            accumulated_bytes=_accumulated_bytes(layout, job) if kind == "cuda" else 0.0,
             launching_s=OP_S[kind] * (20 if compiled else 70),
             skips_masked=kind == "cuda",
             scatters_sums=is_ours,
@@ -237,16 +205,14 @@ def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> C
 
 def _across_bytes(parallel: ParallelConfig, layout: Layout) -> float:
     """Bytes per gradient and step between groups; local-sgd's synchronize only in outer steps."""
-    if layout.strategy != "local-sgd":
+    if not layout.row.drifts:
         return 4.0
     return (2.0 if parallel.compression == "bf16" else 4.0) / parallel.outer_every_steps
 
 
 def _reduce_bytes(parallel: ParallelConfig, layout: Layout, width: int) -> float:
     """Bytes per gradient of an all-reduce that takes as long as DDP's compressed one (training/strategies)."""
-    if layout.strategy != "ddp":
-        return 4.0
-    if parallel.compression == "bf16":
+    if parallel.compression == "bf16" and not layout.row.drifts:
         return 2.0
     if parallel.compression == "topk":  # an index and a value each, to all others
         return min(4.0, parallel.topk_ratio * 8 * layout.gradient_ranks / 2)
@@ -255,13 +221,13 @@ def _reduce_bytes(parallel: ParallelConfig, layout: Layout, width: int) -> float
     return 4.0
 
 
-def _accumulated_bytes(strategy: StrategyName, job: Job) -> float:
+def _accumulated_bytes(layout: Layout, job: Job) -> float:
     """Bytes moved per parameter and micro-batch: weights cast for products, gradients cast back and added up in fp32.
 
     Ranks that shard weights do so for what they gather: what lies between bytes of products and of messages.
     """
     cast = 0.0 if job.precision == "fp32" else 6.0
-    return 12.0 if SHARING[strategy].stage == 3 else 12.0 + 2 * cast
+    return 12.0 if layout.row.stage == 3 else 12.0 + 2 * cast
 
 
 def _our_kept(job: Job, carried: str, *, kind: Kind, compiled: bool) -> Kept:
@@ -274,8 +240,3 @@ def _our_kept(job: Job, carried: str, *, kind: Kind, compiled: bool) -> Kept:
     if kind == "cuda" and (architecture, carried) == ("gpt2", "autocast"):
         kept = replace(kept, mlp=16)
     return replace(kept, mlp=kept.mlp * 0.8) if compiled else kept
-
-
-def _is_16_bit(strategy: StrategyName, job: Job) -> bool:
-    """fsdp gathers weights in bf16 and carries bf16 from layer to layer (training/strategies/fsdp.py)."""
-    return job.precision in {"bf16", "fp8"} and strategy in IN_SHARDS

@@ -42,7 +42,7 @@ def _bytes_of_stage(step: Step, stage: int) -> dict[str, float]:
     working = _working_weights(step, parameters)
     states = costs.optimizer_bytes * (parameters - hidden) + costs.hidden_optimizer_bytes * hidden
     # Muon's momenta and updates in bf16, and the messages that carry them, after the backward pass
-    exchanged = 12 * hidden / step.sharded_by(1) if step.sharing.stage >= 1 or layout.tp > 1 else 6 * hidden
+    exchanged = 12 * hidden / step.sharded_by(1) if step.layout.row.stage >= 1 or layout.tp > 1 else 6 * hidden
     return {
         "weights": 0.0 if on_host else program.weight_bytes * parameters / step.sharded_by(3),
         "gradients": gradients,
@@ -65,7 +65,7 @@ def _working_weights(step: Step, parameters: float) -> float:
     step, and all gradients where they are reduced once. Else copies for matrix products.
     """
     costs, program, layout, shape = step.model.memory, step.model.program, step.layout, step.job.shape
-    if step.sharing.stage < 3:
+    if step.layout.row.stage < 3:
         return costs.cast_bytes * parameters
     layer = max(each.of_rank(layout.tp) for each in shape.sizes.layers)
     output = shape.vocab_size * shape.width / layout.tp

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from training.config.run import RunConfig
 from training.planner.cluster import MEMORY_SHARE, PCIE_GB_PER_S, Cluster
 from training.planner.job import Job, Layout
-from training.planner.price.cost_model import SHARING, our_cost_model
+from training.planner.price.cost_model import our_cost_model
 from training.planner.price.memory import GIB, memory_gib
 from training.planner.price.step import Step
 from training.planner.price.step_time import step_s
@@ -149,7 +149,7 @@ def our_step(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> S
 def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
     """The number of ranks that shard state or sum gradients at every step: all replicas, or those of a group."""
     asked = config.parallel.group_ranks
-    if not SHARING[layout.strategy].in_groups or (cluster.num_hosts == 1 and not asked):
+    if not layout.row.in_groups or (cluster.num_hosts == 1 and not asked):
         return layout.gradient_ranks
     if asked and layout.dp % asked == 0:
         return asked
@@ -183,14 +183,14 @@ def communication_state_bytes(config: RunConfig, parameters: float, group_ranks:
     topk, powersgd: the residual. local-sgd: its part of the agreed weights and of the outer momentum, and while it
     validates between outer steps the groups' mean.
     """
-    if config.parallel.strategy == "local-sgd":
+    if config.parallel.row.drifts:
         return (8 / group_ranks + (4 if config.evaluation.every_steps else 0)) * parameters
     return 4 * parameters if config.parallel.compression in KEEPS_RESIDUALS else 0
 
 
 def rank_checkpoint_bytes(config: RunConfig, parameters: float, group_ranks: int) -> float:
     """Bytes that a checkpoint stores for each rank alone: its residual, and its part of what its group alone has."""
-    if config.parallel.strategy == "local-sgd":
+    if config.parallel.row.drifts:
         return 20 / group_ranks * parameters
     return 4 * parameters if config.parallel.compression in KEEPS_RESIDUALS else 0
 

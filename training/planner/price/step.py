@@ -8,7 +8,7 @@ from functools import cached_property
 
 from training.planner.cluster import Cluster
 from training.planner.job import Job, Layout
-from training.planner.price.cost_model import SHARING, CostModel, Sharing
+from training.planner.price.cost_model import CostModel
 from training.records.plan import even_stages
 
 
@@ -21,10 +21,6 @@ class Step:
     model: CostModel
     cluster: Cluster
     num_shards: int = 1
-
-    @cached_property
-    def sharing(self) -> Sharing:
-        return SHARING[self.layout.strategy]
 
     @cached_property
     def parameters(self) -> float:
@@ -47,7 +43,7 @@ class Step:
 
     def sharded_by(self, stage: int) -> int:
         """Return over how many ranks a state is spread that ZeRO shards from this stage on."""
-        return self.num_shards if self.sharing.stage >= stage else 1
+        return self.num_shards if self.layout.row.stage >= stage else 1
 
     def copied_s(self, num_bytes: float) -> float:
         """Return the seconds in which a device's memory moves so many bytes."""

@@ -251,7 +251,7 @@ def _dp_s(step: Step, slowest: MicroBatch) -> float:
     link = cluster.link(shards, stride=layout.tp * (layout.pp if layout.stages else 1))
     gather = link.gather_s(program.gather_bytes * step.parameters, shards, calls=layers)
     reduced_bytes = program.reduce_bytes * step.parameters
-    if step.sharing.stage < 2 and not time.scatters_sums:
+    if layout.row.stage < 2 and not time.scatters_sums:
         reduce = link.all_reduce_s(reduced_bytes, shards, calls=max(1.0, reduced_bytes / BUCKET_BYTES))
     else:
         scatter = link.gather_s if cluster.kind == "cuda" else link.all_reduce_s  # gloo has no reduce-scatter
@@ -259,14 +259,14 @@ def _dp_s(step: Step, slowest: MicroBatch) -> float:
     num_groups = layout.gradient_ranks // shards
     between_groups = cluster.link(num_groups, stride=shards * layout.tp)
     across = between_groups.all_reduce_s(time.across_bytes * step.parameters / shards, num_groups)
-    gathered = step.sharing.gathers / 2 * gather
+    gathered = gather if layout.row.gathers else 0.0
     again = 0.0 if layout.gathers_once else gathered  # in backward
     hides = time.hides if layout.pp == 1 and not layout.stages else 0.0
     forward_hides, backward_hides = (
         hides * slowest.forward.seconds,
         hides * (slowest.recompute + slowest.backward).seconds,
     )
-    if not step.sharing.reduces_each:
+    if not layout.row.reduces_each:
         return _exposed(reduce, backward_hides, time.contention) + across
     gathering = 1 if layout.gathers_once else layout.accumulation  # micro-batches that do
     reducing = 1 if layout.reduces_once else layout.accumulation
@@ -296,7 +296,7 @@ def _update_s(step: Step) -> dict[str, float]:
         parts["offload"] = moved / (PCIE_GB_PER_S * 1e9)
     if step.model.program.orthogonalizes:
         parts |= _muon_s(step)
-    if step.sharing.gathers_update and layout.gradient_ranks > 1 and not time.hides_update:
+    if layout.row.gathers_update and layout.gradient_ranks > 1 and not time.hides_update:
         link = cluster.link(step.num_shards, stride=layout.tp)
         updated_bytes = step.model.program.weight_bytes * step.parameters
         parts["dp exposed update"] = link.gather_s(updated_bytes, step.num_shards)
@@ -309,13 +309,13 @@ def _muon_s(step: Step) -> dict[str, float]:
     Parts of momenta go to the rank that orthogonalizes, where they are split; updates come back (strategies/muon.py).
     """
     job, layout = step.job, step.layout
-    holders = step.num_shards if layout.strategy == "local-sgd" else layout.gradient_ranks
+    holders = step.num_shards if layout.row.drifts else layout.gradient_ranks
     ranks = holders * layout.tp
     layers = max(stage_layers(job, layout, stage) for stage in stages_with_most(job, layout))
     parts = {"Muon's products": step.multiplied_s(layers * job.orthogonalizing_flops / ranks)}
     if ranks > 1:
         stage = 0 if layout.at is None else layout.at[1]
         own = hidden_parameters(job, layout, stage) / step.sharded_by(1)
-        messages = 2 if step.sharing.stage >= 1 or layout.tp > 1 else 1
+        messages = 2 if layout.row.stage >= 1 or layout.tp > 1 else 1
         parts["Muon exposed"] = messages * step.cluster.link(ranks).gather_s(SENT_BYTES * own, ranks)
     return parts

@@ -69,8 +69,8 @@ def check_choice(config: RunConfig, chosen: ChosenLayout, hf_config: Mapping[str
 def _check_cross_attention(config: RunConfig, chosen: ChosenLayout, hf: Mapping[str, Any]) -> None:
     """Raise ValueError for parameters that get no gradient under a strategy that needs one of each."""
     layout = chosen.layout
-    waits = layout.strategy in {"ddp", "local-sgd"} and layout.dp > 1 and not config.parallel.static_graph
-    needs_all = (waits and layout.pp == 1) or (layout.strategy.startswith("zero") and layout.tp == layout.pp == 1)
+    waits = layout.row.engine == "ddp" and layout.dp > 1 and not config.parallel.static_graph
+    needs_all = (waits and layout.pp == 1) or (layout.row.by_deepspeed and layout.tp == layout.pp == 1)
     if hf.get("add_cross_attention") and needs_all and not config.train.freeze:
         raise ValueError(
             "config.json of model.path has add_cross_attention=true: a language model has no encoder to attend to, so "

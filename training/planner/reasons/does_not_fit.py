@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from training.config.parallel import IN_SHARDS
 from training.config.run import RunConfig
 from training.planner.cluster import MEMORY_SHARE
 from training.planner.price.memory import GIB
@@ -17,7 +16,7 @@ from training.planner.question import Question
 def why_not_any(question: Question, ranking: Ranking, if_open: Ranking) -> str:
     """Return the error. `if_open`: the ranking if the config left the layout open."""
     config, inventory, least = question.config, question.inventory, ranking.unfitting[0]
-    if least.layout.stages and not question.has_stages:
+    if least.layout.stages and question.has_stages:
         by_rank = RankPrices(replace(question, measurements=()), least.cluster.ranks_per_host)
         each = ((replica, 1) for replica in by_rank.replicas(least.layout))
         rank, _ = by_rank.fullest(least.layout, each)
@@ -57,6 +56,6 @@ def _cures(config: RunConfig, least: PricedLayout, if_open: Ranking) -> list[str
     fixed_gib = sum(gib for part, gib in least.memory.items() if part not in by_tokens)
     if least.needed_gib > least.usable_gib >= fixed_gib:
         cures.append("lower train.context" + (" or train.micro_batch" if least.layout.micro_batch > 1 else ""))
-    if config.parallel.strategy in ("auto", *IN_SHARDS, "zero3"):
+    if config.parallel.strategy == "auto" or config.parallel.row.stage == 3:
         cures.append("use more devices")
     return cures

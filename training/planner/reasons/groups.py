@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.config.parallel import IN_GROUPS, ParallelConfig
+from training.config.parallel import ParallelConfig
 from training.config.run import RunConfig
 from training.planner.job import Layout
 from training.planner.price.pricing import KEEPS_RESIDUALS
@@ -16,7 +16,7 @@ def choose_groups(parallel: ParallelConfig, layout: Layout, ranks_per_host: Sequ
     Raises ValueError, with the numbers and the cure, if the ranks do not make equal groups.
     """
     strategy, dp, tp = layout.strategy, layout.dp, layout.tp
-    if strategy not in IN_GROUPS:
+    if not layout.row.in_groups:
         return 0, ""
     ranks, why = parallel.group_ranks, "asked for by parallel.group_ranks"
     if not ranks:
@@ -41,8 +41,8 @@ def check_communication(config: RunConfig, *, dp: int, precision: str) -> None:
     parallel, train = config.parallel, config.train
     skips = precision == "fp16" or "skip" in {train.on_nonfinite, train.on_spike}
     why = ""
-    if parallel.strategy == "local-sgd":
-        why = "parallel.strategy=local-sgd lets each group see its own gradient only"
+    if parallel.row.drifts:
+        why = f"parallel.strategy={parallel.strategy} lets each group see its own gradient only"
     elif parallel.compression in KEEPS_RESIDUALS:
         why = f"parallel.compression={parallel.compression} adds unsent parts to the next step's gradient"
     if why and skips:

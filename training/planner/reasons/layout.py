@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from training.config.parallel import IN_SHARDS
 from training.config.run import RunConfig
 from training.planner.job import Layout, Mesh
 from training.planner.price.pricing import PricedLayout, Ranking, best_by_kind
@@ -95,8 +94,8 @@ def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
 def _why_fewer_bytes(ranking: Ranking) -> list[str]:
     """Return the reason for sharding weights that each device could hold whole, if it is that fewer bytes move."""
     best = ranking.fitting[0]
-    whole = [each for each in ranking.fitting if each.layout.strategy in ("single", "ddp") and each.layout.is_undivided]
-    if best.layout.strategy not in ("fsdp", "hsdp") or not whole or ranking.job.precision not in ("bf16", "fp8"):
+    whole = [each for each in ranking.fitting if each.layout.row.stage == 0 and each.layout.is_undivided]
+    if not best.layout.row.by_fsdp or not whole or ranking.job.precision not in ("bf16", "fp8"):
         return []
     other = min(whole, key=lambda each: each.step_s)
     own_s, other_s = (each.seconds.get("memory-bound", 0.0) for each in (best, other))
@@ -116,7 +115,7 @@ def _why_kept(config: RunConfig, ranking: Ranking) -> list[str]:
         "reduces_last": ("reduce_gradients", "each", "last", "reduce gradients once a step"),
     }
     reasons = []
-    is_sharded = best.layout.strategy in IN_SHARDS and best.layout.pp == 1
+    is_sharded = best.layout.row.by_fsdp and best.layout.pp == 1
     for flag, (field, plain, taken, what) in left_open.items():
         asked = getattr(parallel, field)
         if asked != "auto" and not is_sharded:
