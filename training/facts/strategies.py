@@ -17,7 +17,9 @@ class Strategy:
     """What data-parallel ranks share.
 
     `stage`: ZeRO's (Rajbhandari et al. 2020, section 5): 1 shards the optimizer's state, 2 also gradients, 3 also
-    weights. `engine`: who does so; DeepSpeed alone only without tp, pp and Muon (training/strategies/zero.py).
+    weights. Weights travel for each pass under 3, and once they are updated under 1 and 2; gradients after each
+    micro-batch under 2 and 3, else once a step. `engine`: who shards; DeepSpeed only without tp, pp and Muon
+    (training/strategies/zero.py).
     `in_groups`: ranks share within their group only; groups add up gradients or, if they `drift`, agree on weights now
     and then. `mixes_precisions`: unlike ranks may compute in unlike precisions, as they sum whole fp32 gradients.
     `interleaves`: stages of a pipeline are interleaved by themselves. `sizes_stages`: they may be of given sizes.
@@ -51,21 +53,6 @@ class Strategy:
     def orthogonalizes(self) -> bool:
         """Whether its ranks can hold matrices whole, for Muon: DeepSpeed cuts gradients into flat pieces."""
         return not (self.by_deepspeed and self.stage >= 2)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the weights are gathered for each pass of a micro-batch."""
-        return self.stage == 3
-
-    @property
-    def reduces_each(self) -> bool:
-        """Whether gradients travel after each micro-batch, not once a step."""
-        return self.stage >= 2
-
-    @property
-    def gathers_update(self) -> bool:
-        """Whether the updated weights travel after the step."""
-        return self.stage in (1, 2)
 
 
 # In the order of their simplicity. DeepSpeed 0.19 with overlap_comm on GPUs: stage 1 reduces beside the last backward,

@@ -16,9 +16,8 @@ from training.planner.precision import ChosenPrecision, fp8_refusal, with_whole_
 from training.planner.price.pricing import DoesNotFit, PricedLayout, Ranking, best_by_kind
 from training.planner.price.replicas import RankPrices, Replica
 from training.planner.question import Question
-from training.planner.reasons.does_not_fit import why_not_any
-from training.planner.reasons.groups import check_communication, choose_groups
-from training.planner.reasons.layout import too_few, why_chosen, why_shares
+from training.planner.reasons.layout import too_few, why_chosen, why_not_any, why_shares
+from training.planner.reasons.refusals import check_communication, choose_groups
 from training.planner.search import rank_layouts
 from training.records.plan import DeviceShare, RankedLayout
 
@@ -163,20 +162,10 @@ def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
     layout, cluster = each.layout, each.cluster
     speed = ranking.tokens_per_s(each) if each.fits else None
     peak = each.mean_tflops * 1e12 * layout.world_size
+    same = {field: getattr(layout, field) for field in RankedLayout.model_fields if hasattr(layout, field)}
     return RankedLayout(
-        strategy=layout.strategy,
-        tp=layout.tp,
-        pp=layout.pp,
-        dp=layout.dp,
-        cp=layout.cp,
-        stages=layout.stages,
-        stages_per_rank=layout.stages_per_rank,
-        sequence_parallel=layout.sequence_parallel,
-        **as_recorded(layout),
-        micro_batch=layout.micro_batch,
-        accumulation=layout.accumulation,
+        **same | as_recorded(layout),
         activation_checkpointing=layout.recompute,
-        offload=layout.offload,
         memory_gib=each.needed_gib,
         usable_gib=each.usable_gib,
         step_s=each.step_s if each.fits else None,

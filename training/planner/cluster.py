@@ -179,14 +179,13 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
     )
     inside, apart = max(ranks_per_host) > 1, num_hosts > 1
     links = {
-        "inside": known(_links(hosts, "allreduce_gb_per_s"), "GB/s in a host", guess["inside"], needed=inside),
-        "inside_us": known(
-            _links(hosts, "allreduce_latency_us"), "us of latency in a host", guess["inside_us"], needed=inside
-        ),
-        "network": known(_links(hosts, "network_gb_per_s"), "GB/s between hosts", guess["network"], needed=apart),
-        "network_us": known(
-            _links(hosts, "network_latency_us"), "us of latency between hosts", guess["network_us"], needed=apart
-        ),
+        key: known(_links(hosts, field), what, guess[key], needed=needed)
+        for key, field, what, needed in (
+            ("inside", "allreduce_gb_per_s", "GB/s in a host", inside),
+            ("inside_us", "allreduce_latency_us", "us of latency in a host", inside),
+            ("network", "network_gb_per_s", "GB/s between hosts", apart),
+            ("network_us", "network_latency_us", "us of latency between hosts", apart),
+        )
     }
     share = min(shares) if kind == "cpu" else 1.0
     threads = share ** math.log2(2 * CPU_SCALING) if share > 1 else share

@@ -21,7 +21,7 @@ from training.config.run import RunConfig
 from training.planner.job import Layout
 from training.records.correction import Correction, Measurement, Priced
 from training.records.inventory import Host, Inventory
-from training.records.plan import RunPlan, describe_stages, unmeasured_parts
+from training.records.plan import RunPlan, unmeasured_parts
 from training.records.train_result import TrainResult
 from training.records.words import counted
 
@@ -53,14 +53,9 @@ def _describe_host(host: Host) -> str:
 
 def describe_kind(config: RunConfig, layout: Layout) -> str:
     """The layout without its micro-batch, and what else its steps' time depends on: `fsdp tp 2 on 4 ranks`."""
-    sizes = [f"{axis} {size}" for axis, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp)) if size > 1]
-    words = [" ".join([layout.strategy, *sizes, f"on {layout.world_size} rank{'s' * (layout.world_size > 1)}"])]
+    words = [f"{layout.axes('tp', 'pp', 'cp')} on {layout.world_size} rank{'s' * (layout.world_size > 1)}"]
     words += ["sequence parallel"] if layout.sequence_parallel else []
-    words += layout.how_shards_travel()
-    words += [f"{layout.stages_per_rank} stages a rank"] if layout.stages_per_rank > 1 else []
-    words += [describe_stages(layout.stages).strip()] if layout.stages else []
-    words += [f"{layout.recompute} activation checkpointing"] if layout.recompute != "none" else []
-    words += [f"{layout.offload} offloaded"] if layout.offload != "none" else []
+    words += [*layout.how_shards_travel(), *layout.how_stages_lie(), *layout.how_memory_is_saved()]
     words += [f"{config.parallel.compression} compression"] if config.parallel.compression != "none" else []
     return ", ".join(words)
 

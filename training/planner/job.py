@@ -211,20 +211,24 @@ class Layout:
         """Whether each rank has all layers, all of each, and whole sequences."""
         return self.tp == self.pp == self.cp == 1
 
+    def axes(self, *names: str) -> str:
+        """`fsdp tp 2`: the strategy, and those of its axes that have several ranks."""
+        return " ".join(
+            [self.strategy, *(f"{axis} {getattr(self, axis)}" for axis in names if getattr(self, axis) > 1)]
+        )
+
+    def how_stages_lie(self) -> list[str]:
+        words = [f"{self.stages_per_rank} stages a rank"] if self.stages_per_rank > 1 else []
+        return words + ([describe_stages(self.stages).strip()] if self.stages else [])
+
+    def how_memory_is_saved(self) -> list[str]:
+        words = [f"{self.recompute} activation checkpointing"] if self.recompute != "none" else []
+        return words + ([f"{self.offload} offloaded"] if self.offload != "none" else [])
+
     def __str__(self) -> str:
-        sizes = [
-            f"{axis} {size}"
-            for axis, size in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("dp", self.dp))
-            if size > 1
-        ]
-        if self.sequence_parallel:
-            sizes.append("sequence parallel")
-        if self.stages_per_rank > 1:
-            sizes.append(f"{self.stages_per_rank} stages a rank")
-        sizes += [describe_stages(self.stages).strip()] if self.stages else []
-        words = [" ".join([self.strategy, *sizes]), f"micro-batch {self.micro_batch}", *self.how_shards_travel()]
-        words += [f"{self.recompute} activation checkpointing"] if self.recompute != "none" else []
-        words += [f"{self.offload} offloaded"] if self.offload != "none" else []
+        split = ["sequence parallel"] if self.sequence_parallel else []
+        first = " ".join([self.axes("tp", "pp", "cp", "dp"), *split, *self.how_stages_lie()])
+        words = [first, f"micro-batch {self.micro_batch}", *self.how_shards_travel(), *self.how_memory_is_saved()]
         return ", ".join(words)
 
     def how_shards_travel(self) -> list[str]:

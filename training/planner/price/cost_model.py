@@ -166,6 +166,9 @@ def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> C
     copies_gradients = layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view
     # DeepSpeed's overlap_comm fills one bucket while another travels
     num_buckets = 3 if kind == "cuda" and row.by_deepspeed and row.stage < 3 and layout.is_undivided else 2
+    # between groups; those that drift synchronize only in outer steps
+    outer_bytes = (2.0 if parallel.compression == "bf16" else 4.0) / parallel.outer_every_steps
+    across_bytes = outer_bytes if row.drifts else 4.0
     family = has_family(job.shape)
     return CostModel(
         Program(
@@ -190,7 +193,7 @@ def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> C
             fragmentation=0.05 if kind == "cuda" else 0.0,
         ),
         TimeCosts(
-            across_bytes=_across_bytes(parallel, layout),
+            across_bytes=across_bytes,
             sustained=SUSTAINED[kind],
             passes=PASSES[kind, compiled],
             norm_bytes=EAGER_NORM_BYTES if kind == "cuda" and not compiled and job.is_gated else 0.0,
@@ -201,13 +204,6 @@ def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> C
             hides=0.8 if kind == "cuda" and not is_ours else 0.0,
         ),
     )
-
-
-def _across_bytes(parallel: ParallelConfig, layout: Layout) -> float:
-    """Bytes per gradient and step between groups; local-sgd's synchronize only in outer steps."""
-    if not layout.row.drifts:
-        return 4.0
-    return (2.0 if parallel.compression == "bf16" else 4.0) / parallel.outer_every_steps
 
 
 def _reduce_bytes(parallel: ParallelConfig, layout: Layout, width: int) -> float:

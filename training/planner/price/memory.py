@@ -9,7 +9,6 @@ added.
 from __future__ import annotations
 
 from training.facts.loss_chunks import chunk_tokens, padding_words
-from training.planner.job import Layout
 from training.planner.price.step import Step, hidden_parameters, rank_parameters, stage_layers, stages_with_most
 
 GIB = 2**30
@@ -28,11 +27,13 @@ def _bytes_of_stage(step: Step, stage: int) -> dict[str, float]:
     parameters = rank_parameters(step.job, layout, stage)
     hidden = hidden_parameters(step.job, layout, stage) if program.orthogonalizes else 0.0
     on_host, states_on_host = layout.offload == "parameters", layout.offload != "none"
+    # a layer's inputs and outputs, and their gradients, which sequence parallelism gathers whole
+    sequence = 4 * program.boundary_bytes * step.job.shape.width * step.tokens if step.is_split else 0.0
     passing = {
         "activations": _activations(step, stage),
         "layer being recomputed": _recomputed(step),
         "logits": _logits(step) if stage == layout.pp - 1 else 0.0,
-        "gathered sequence": _gathered_sequence(step),
+        "gathered sequence": sequence,
     }
     gradients = costs.gradient_bytes * parameters / step.sharded_by(2)
     if on_host:
@@ -82,21 +83,18 @@ def _working_weights(step: Step, parameters: float) -> float:
     return gathered * (gather + casts) + whole_gradients
 
 
-def _in_flight(layout: Layout, stage: int) -> float:
-    """Micro-batches whose activations a rank holds: 1F1B, and interleaved (Korthikanti et al. 2022, section 4.2.3)."""
-    held = min(layout.pp - stage, layout.accumulation)
-    more = (layout.pp - 1) / (layout.pp * layout.stages_per_rank) if layout.stages_per_rank > 1 else 0.0
-    return held * (1 + more)
-
-
 def _activations(step: Step, stage: int) -> float:
-    """Bytes of activations: all layers and micro-batches in flight, and some tensors around the output layer."""
+    """Bytes of activations: all layers, all micro-batches in flight under 1F1B or interleaved (Korthikanti et al.
+    2022, section 4.2.3), and some tensors around the output layer.
+    """
     layout, program = step.layout, step.model.program
     shared = layout.tp if program.sequence_parallel else 1
     around_output = 2 / shared + 1 if program.kept.gathered else 3 / shared  # ours gathers what the words take
     at_end = stage == layout.pp - 1
     ends = around_output * program.boundary_bytes * step.job.shape.width * step.tokens if at_end else 0.0
-    layers = _in_flight(layout, stage) * stage_layers(step.job, layout, stage)
+    more = (layout.pp - 1) / (layout.pp * layout.stages_per_rank) if layout.stages_per_rank > 1 else 0.0
+    in_flight = min(layout.pp - stage, layout.accumulation) * (1 + more)
+    layers = in_flight * stage_layers(step.job, layout, stage)
     return layers * activation_bytes_per_token(step) * step.tokens + ends
 
 
@@ -138,11 +136,6 @@ def _recomputed(step: Step) -> float:
     if step.layout.recompute == "none":
         return 0.0
     return step.tokens * max(0.0, _kept_per_token(step) - activation_bytes_per_token(step))
-
-
-def _gathered_sequence(step: Step) -> float:
-    """Bytes of a layer's inputs and outputs, and their gradients, which sequence parallelism gathers whole."""
-    return 4 * step.model.program.boundary_bytes * step.job.shape.width * step.tokens if step.is_split else 0.0
 
 
 def _logits(step: Step) -> float:

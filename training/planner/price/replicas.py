@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from training.config.parallel import Precision, Stages
 from training.facts.shares import largest_that_fits, split_by_speed
 from training.planner.cluster import ALIKE, MEMORY_SHARE, Cluster, cluster_of
 from training.planner.corrections import correct_memory, correct_seconds
-from training.planner.job import Job, Layout, Recompute
+from training.planner.job import Layout, Recompute
 from training.planner.precision import ChosenPrecision
 from training.planner.price.pricing import COMPUTING, PricedLayout, host_gib, memory_of, our_step, seconds_of
 from training.planner.question import Question
@@ -67,6 +66,7 @@ class RankPrices:
         self.question, self.config, self.job = question, question.config, question.job
         self.run = cluster_of(question.inventory, ranks_per_host, precision=question.precision.common)
         self.kinds, self.kind_of_rank = rank_devices(question.inventory, self.run, precision=question.precision)
+        self.jobs = {kind.precision: replace(self.job, precision=kind.precision) for kind in self.kinds}
         self.hosts = [host for host, ranks in enumerate(ranks_per_host) for _ in range(ranks)]
         self.mean_tflops = fmean(self.kinds[kind].cluster.matmul_tflops for kind in self.kind_of_rank)
         self.seconds = functools.cache(self._seconds)
@@ -118,20 +118,13 @@ class RankPrices:
             return rank.device.cluster
         return replace(rank.device.cluster, ranks_per_host=(rank.on_host,) * self.run.num_hosts)
 
-    def job_of(self, rank: Rank) -> Job:
-        return self.job if rank.device.precision == self.job.precision else self._job_in(rank.device.precision)
-
-    @functools.cached_property
-    def _job_in(self) -> Any:
-        return functools.cache(lambda precision: replace(self.job, precision=precision))
-
     def correction(self, layout: Layout) -> Correction:
         return self.question.corrections.of(self.config, layout)
 
     def _seconds(self, layout: Layout, rank: Rank, micro_batch: int, accumulation: int) -> dict[str, float]:
         """Return the seconds of a step by part, if all ranks were like this one; corrected."""
         view = self._view(layout, rank, micro_batch, accumulation)
-        parts = seconds_of(self.config, self.job_of(rank), view, self._cluster(rank))
+        parts = seconds_of(self.config, self.jobs[rank.device.precision], view, self._cluster(rank))
         return correct_seconds(parts, self.correction(layout))
 
     def _memory(self, layout: Layout, rank: Rank, micro_batch: int) -> dict[str, float]:
@@ -141,7 +134,7 @@ class RankPrices:
 
     def uncorrected_memory(self, layout: Layout, rank: Rank, micro_batch: int) -> dict[str, float]:
         view = self._view(layout, rank, micro_batch, rank.length or layout.accumulation)
-        return memory_of(self.config, self.job_of(rank), view, rank.device.cluster)
+        return memory_of(self.config, self.jobs[rank.device.precision], view, rank.device.cluster)
 
     def fits(self, layout: Layout, rank: Rank, micro_batch: int) -> bool:
         return sum(self.memory(layout, rank, micro_batch).values()) <= rank.device.usable_gib

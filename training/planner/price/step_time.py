@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from training.facts.loss_chunks import chunk_tokens
 from training.facts.muon import SENT_BYTES
 from training.planner.cluster import HOST_ADAM_GB_PER_S, PCIE_GB_PER_S
-from training.planner.price.cost_model import CostModel
 from training.planner.price.step import Step, hidden_parameters, rank_parameters, stage_layers, stages_with_most
 
 BUCKET_BYTES = 25 * 2**20
@@ -113,7 +112,7 @@ def _micro_batch(step: Step, stage: int) -> MicroBatch:
     backward += Pass(memory=step.copied_s(accumulated))
     if stage == layout.pp - 1:
         output = _output_layer(step)
-        forward, backward = forward + output, backward + output * (0 if _makes_gradient(model) else 2)
+        forward, backward = forward + output, backward + output * (0 if model.program.chunked_logits else 2)
     return MicroBatch(forward, recompute, backward, layers)
 
 
@@ -128,11 +127,6 @@ def _selective_recompute(step: Step, layer: Pass) -> Pass:
     scores = program.kept.scores * job.shape.heads * job.context
     share = scores / max(1.0, program.kept.bytes_per_token(job, 1, sequence_parallel=False))
     return Pass(0, layer.attention, share * layer.memory)
-
-
-def _makes_gradient(model: CostModel) -> bool:
-    """Our loss makes its gradient in the forward pass (training/models/linear_cross_entropy.py)."""
-    return model.program.chunked_logits
 
 
 def _product_s(step: Step, rows: float, inner: float, columns: float) -> float:
@@ -181,7 +175,7 @@ def _layer(step: Step) -> tuple[Pass, float]:
 
 def _output_layer(step: Step) -> Pass:
     """The forward pass of the output layer and the loss; ours makes the gradient at once, chunk by chunk."""
-    job, tokens, is_ours = step.job, step.tokens, _makes_gradient(step.model)
+    job, tokens, is_ours = step.job, step.tokens, step.model.program.chunked_logits
     words, width = job.shape.vocab_size / step.layout.tp, job.shape.width
     num_products = 3 if is_ours else 1
     chunks = -(-tokens // chunk_tokens(job.width_bytes)) if is_ours else 1
@@ -259,14 +253,14 @@ def _dp_s(step: Step, slowest: MicroBatch) -> float:
     num_groups = layout.gradient_ranks // shards
     between_groups = cluster.link(num_groups, stride=shards * layout.tp)
     across = between_groups.all_reduce_s(time.across_bytes * step.parameters / shards, num_groups)
-    gathered = gather if layout.row.gathers else 0.0
+    gathered = gather if layout.row.stage == 3 else 0.0
     again = 0.0 if layout.gathers_once else gathered  # in backward
     hides = time.hides if layout.pp == 1 and not layout.stages else 0.0
     forward_hides, backward_hides = (
         hides * slowest.forward.seconds,
         hides * (slowest.recompute + slowest.backward).seconds,
     )
-    if not layout.row.reduces_each:
+    if layout.row.stage < 2:
         return _exposed(reduce, backward_hides, time.contention) + across
     gathering = 1 if layout.gathers_once else layout.accumulation  # micro-batches that do
     reducing = 1 if layout.reduces_once else layout.accumulation
@@ -296,7 +290,7 @@ def _update_s(step: Step) -> dict[str, float]:
         parts["offload"] = moved / (PCIE_GB_PER_S * 1e9)
     if step.model.program.orthogonalizes:
         parts |= _muon_s(step)
-    if layout.row.gathers_update and layout.gradient_ranks > 1 and not time.hides_update:
+    if layout.row.stage in (1, 2) and layout.gradient_ranks > 1 and not time.hides_update:
         link = cluster.link(step.num_shards, stride=layout.tp)
         updated_bytes = step.model.program.weight_bytes * step.parameters
         parts["dp exposed update"] = link.gather_s(updated_bytes, step.num_shards)

@@ -154,8 +154,8 @@ def wants_trial(config: RunConfig, device_kind: str, *, compiled: bool) -> bool:
 def compile_refusal(question: Question) -> str:
     """Return the reason why layers cannot be compiled, or may not compile; empty if they can."""
     shape = question.shape
-    if why := question.config.parallel.row.cannot_compile:
-        return f"{question.config.parallel.strategy} {why}"
+    if found := question.config.parallel.row.cannot_compile:
+        return f"{question.config.parallel.strategy} {found}"
     if why := why_not(shape, "compile"):
         return f"layers of type {shape.architecture} were not seen to compile: {why}; train.compile=true tries it"
     for host in question.inventory.hosts:
