@@ -1,7 +1,7 @@
 """Prices runs of other programs as `shardline plan` would price a run of ours, and judges the prices.
 
 A row says what ran (model, machines, layout, precision, recomputation) and what was measured; it is priced by
-`our_cost_model` (training/planner/cost_model.py) on hypothetical hosts, with no constants composed for its program:
+`our_cost_model` (training/planner/price/) on hypothetical hosts, with no constants composed for its program:
 only what the program says of itself (`Traits`: its residual stream, kernels and overlap) is taken as a config of ours
 would say it. Rows come from a JSON file (`read_rows`) or are those of published.py (planner_vs_published.py). A family
 is what one source measured; a sweep is several layouts of the same model, machines, program, context and global batch.

@@ -188,20 +188,16 @@ class ParallelConfig(Section):
     def check(self) -> ParallelConfig:
         """Raises ValueError for combinations that do not work, of strategy with pp, tp and offload."""
         anyhow = self.strategy == "auto"
-        if self.pp > 1 and not (anyhow or self.row.pp):
-            raise ValueError(
-                f"parallel.pp = {self.pp} runs with parallel.strategy={', '.join(having('pp'))}, not {self.strategy}: "
-                "choose one of them (fsdp shards weights, zero1 moments only), or parallel.pp=1"
-            )
         if self.pp <= 1 and self.pp_stages_per_rank > 1:
             raise ValueError(
                 f"parallel.pp_stages_per_rank = {self.pp_stages_per_rank} needs a pipeline: set parallel.pp above 1"
             )
-        if self.tp > 1 and not (anyhow or self.row.tp):
-            raise ValueError(
-                f"parallel.tp = {self.tp} runs with parallel.strategy={', '.join(having('tp'))}, not {self.strategy}: "
-                "choose one of them, or parallel.tp=1"
-            )
+        for axis, size, hint in (("pp", self.pp, " (fsdp shards weights, zero1 moments only)"), ("tp", self.tp, "")):
+            if size > 1 and not (anyhow or getattr(self.row, axis)):
+                raise ValueError(
+                    f"parallel.{axis} = {size} runs with parallel.strategy={', '.join(having(axis))}, not "
+                    f"{self.strategy}: choose one of them{hint}, or parallel.{axis}=1"
+                )
         if self.cp > 1 and (self.pp > 1 or not (anyhow or self.row.cp)):
             raise ValueError(
                 f"parallel.cp = {self.cp} runs with parallel.strategy={' or '.join(having('cp'))}, with or without tp, "

@@ -17,6 +17,8 @@ from training.records.correction import Priced
 from training.records.inventory import Host
 from training.records.plan import DeviceShare, RankedLayout
 
+SAME = ("strategy", "stages", "stages_per_rank", "sequence_parallel", "accumulation")  # in a layout and in a plan
+
 
 @dataclass(frozen=True)
 class BatchSplit:
@@ -94,11 +96,6 @@ class ChosenLayout:
         return self.question.job.global_batch * self.question.job.context / self.step_s
 
     @property
-    def spare(self) -> float:
-        """The share of a rank's usable memory that is left, where least is."""
-        return 1 - self.best.needed_gib / self.best.usable_gib
-
-    @property
     def hosts(self) -> tuple[Host, ...]:
         """Those that have ranks."""
         return self.question.inventory.hosts[: self.cluster.num_hosts]
@@ -119,17 +116,13 @@ class ChosenLayout:
             "compiled": self.config.train.compile is True,
             "threads_per_rank": self.threads_per_rank,
             "precision_by_device": dict(precision.own) if len({*self.split.precisions}) > 1 else {},
-            "strategy": self.layout.strategy,
             "offload": parallel.offload,
             "activation_checkpointing": self.config.train.activation_checkpointing,
             "mesh": self.mesh,
-            "stages": self.layout.stages,
-            "stages_per_rank": self.layout.stages_per_rank,
-            "sequence_parallel": self.layout.sequence_parallel,
+            **{field: getattr(self.layout, field) for field in SAME},
             **as_recorded(self.layout),
             "group_ranks": parallel.group_ranks,
             "ranks_per_host": self.cluster.ranks_per_host,
-            "accumulation": self.layout.accumulation,
             "ranking": self.ranking,
             "priced": self.priced,
             **self.split.plan_fields(),

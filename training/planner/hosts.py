@@ -52,10 +52,9 @@ def best_hosts(question: Question, plan: Callable[[Question], ChosenLayout]) -> 
     if not found:
         assert refusal is not None
         raise refusal
-    fastest = min(found, key=lambda each: each.step_s)
-    of_all = found[0] if is_possible else None
-    tied = [each for each in found if each.step_s <= TIED * fastest.step_s]
-    fastest = max(tied, key=lambda each: round(each.spare, 1))
+    of_all, least_s = found[0] if is_possible else None, min(each.step_s for each in found)
+    tied = [each for each in found if each.step_s <= TIED * least_s]
+    fastest = max(tied, key=lambda each: round(1 - each.best.needed_gib / each.best.usable_gib, 1))
     taken = fastest if of_all is None or _may_choose(question) else of_all
     others = [] if _are_alike(everything) else [each for each in found if each is not of_all and each is not fastest]
     why = why_hosts(everything, taken, fastest, of_all, others) if of_all else why_without(taken, everything, refusal)

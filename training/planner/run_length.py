@@ -12,7 +12,8 @@ from training.config.run import RunConfig
 from training.config.train import MOST_STEPS, Batches, TrainConfig, check_schedule
 from training.planner.chosen_layout import ChosenLayout
 from training.planner.mixture import one_pass
-from training.planner.price.pricing import seconds_of
+from training.planner.price.pricing import our_step
+from training.planner.price.step_time import step_s
 from training.records.words import format_duration
 from training.shards.packing import Epoch
 
@@ -121,7 +122,7 @@ def mean_step_s(chosen: ChosenLayout, batches: Batches, steps: int) -> dict[str,
     if times == 1:
         return dict(chosen.best.seconds)
     larger = replace(layout, accumulation=times * layout.accumulation)  # type: ignore[arg-type]
-    once, more = (seconds_of(chosen.config, job, each, chosen.cluster) for each in (layout, larger))
+    once, more = (step_s(our_step(chosen.config, job, each, chosen.cluster)) for each in (layout, larger))
     mean = sum(more.values()) / sum(once.values())  # of parts that only unlike replicas have
     return {p: seconds * (more[p] / once[p] if p in once else mean) for p, seconds in chosen.best.seconds.items()}
 
@@ -130,7 +131,7 @@ def times_as_long_eager(chosen: ChosenLayout) -> float:
     """Return the time of an eager step over that of a compiled one, on devices like the run's slowest."""
     layout = replace(chosen.layout, stages=())  # one of unlike stages is priced rank by rank: here as equal ones
     eager, compiled = (
-        sum(seconds_of(config, chosen.question.job, layout, chosen.cluster).values())
+        sum(step_s(our_step(config, chosen.question.job, layout, chosen.cluster)).values())
         for on in (False, True)
         for config in [
             chosen.config.model_copy(update={"train": chosen.config.train.model_copy(update={"compile": on})})

@@ -87,7 +87,7 @@ class Prediction(Record):
     """The plan's predictions, to be compared with what the run measures.
 
     `memory_gib`: memory of one rank, by component. `step_s`: seconds of one step, by component; each of them adds up.
-    `step_range_ms`: likely, by what was measured before (training/planner/pricing.py); zeros in earlier plans.
+    `step_range_ms`: likely, by what was measured before (training/planner/price/pricing.py); zeros in earlier plans.
     `exposed_communication_s` is already included in `step_s`. `mfu`: fraction of the
     datasheets' dense peak in the plan's precision (None: a device is in no catalogue); `matmul_share`: of the measured
     rate of matrix products (None: not measured). `correction`: the factors, from earlier runs, that all of it has.

@@ -11,7 +11,6 @@ from training.planner.job import Job, Layout
 from training.planner.price.cost_model import our_cost_model
 from training.planner.price.memory import GIB, memory_gib
 from training.planner.price.step import Step
-from training.planner.price.step_time import step_s
 from training.records.correction import Correction, Measured
 from training.records.plan import COPIES_IN_MEMORY
 
@@ -198,11 +197,6 @@ def rank_checkpoint_bytes(config: RunConfig, parameters: float, group_ranks: int
 def host_gib(step: Step) -> float:
     """GiB of offloaded state in a host's memory: weights, gradients and AdamW's moments of its ranks, in fp32."""
     return step.cluster.most_on_a_host * 16 * step.parameters / step.num_shards / GIB
-
-
-def seconds_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
-    """Predicted seconds of one step, by part."""
-    return step_s(our_step(config, job, layout, cluster))
 
 
 def likely_range(kind: str, measured: Measured) -> tuple[float, float]:

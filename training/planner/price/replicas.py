@@ -20,7 +20,8 @@ from training.planner.cluster import ALIKE, MEMORY_SHARE, Cluster, cluster_of
 from training.planner.corrections import correct_memory, correct_seconds
 from training.planner.job import Layout, Recompute
 from training.planner.precision import ChosenPrecision
-from training.planner.price.pricing import COMPUTING, PricedLayout, host_gib, memory_of, our_step, seconds_of
+from training.planner.price.pricing import COMPUTING, PricedLayout, host_gib, memory_of, our_step
+from training.planner.price.step_time import step_s
 from training.planner.question import Question
 from training.records.correction import Correction
 from training.records.inventory import Device, Inventory
@@ -124,7 +125,7 @@ class RankPrices:
     def _seconds(self, layout: Layout, rank: Rank, micro_batch: int, accumulation: int) -> dict[str, float]:
         """Return the seconds of a step by part, if all ranks were like this one; corrected."""
         view = self._view(layout, rank, micro_batch, accumulation)
-        parts = seconds_of(self.config, self.jobs[rank.device.precision], view, self._cluster(rank))
+        parts = step_s(our_step(self.config, self.jobs[rank.device.precision], view, self._cluster(rank)))
         return correct_seconds(parts, self.correction(layout))
 
     def _memory(self, layout: Layout, rank: Rank, micro_batch: int) -> dict[str, float]:
@@ -167,9 +168,7 @@ class RankPrices:
         seconds of a step if all fit."""
         replicas = self.replicas(layout)
         sizes = self.shares(layout, replicas)
-        each = (
-            dict.fromkeys(zip(replicas, sizes, strict=True)) if len(replicas) > 1 else {(replicas[0], sizes[0]): None}
-        )
+        each = dict.fromkeys(zip(replicas, sizes, strict=True))
         rank, size = self.fullest(layout, each)
         memory, usable_gib = self.memory(layout, rank, size), rank.device.usable_gib
         view = layout if not layout.stages else self._view(layout, replicas[0][0], sizes[0], layout.accumulation)
@@ -191,11 +190,7 @@ class RankPrices:
     def fullest(self, layout: Layout, each: Iterable[tuple[Replica, int]]) -> tuple[Rank, int]:
         """Return the rank that has least memory to spare, and its micro-batch."""
         ranks = [(rank, size) for replica, size in each for rank in replica]
-        return (
-            ranks[0]
-            if len(ranks) == 1
-            else max(ranks, key=lambda pair: sum(self.memory(layout, *pair).values()) - pair[0].device.usable_gib)
-        )
+        return max(ranks, key=lambda pair: sum(self.memory(layout, *pair).values()) - pair[0].device.usable_gib)
 
     def step(self, layout: Layout, each: Sequence[tuple[Replica, int]]) -> dict[str, float]:
         """Return the seconds of a step by part: the slowest replica's, and the longest exchange between replicas."""
