@@ -18,7 +18,7 @@ from training.planner.job import Layout, Mesh, Offload, Recompute
 from training.planner.price.pricing import PricedLayout, Ranking, best_first
 from training.planner.price.replicas import RankPrices
 from training.planner.question import Question
-from training.planner.reasons.refusals import accumulation_refusal, accumulations, check_stages, mesh_refusal
+from training.planner.reasons.refusals import LEFT_OUT, accumulation_refusal, accumulations, check_stages, mesh_refusal
 from training.records.plan import ModelShape, even_stages
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -26,10 +26,6 @@ OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 MAX_STAGES = 64
 STAGES_PER_RANK = (2, 4, 8)  # that are tried by themselves
 LEAST_BUBBLE = 0.05  # of a step's micro-batches: where 1F1B idles less, interleaved stages save too little to be tried
-LEFT_OUT = (
-    "zero3: not tried, since fsdp fits without offload and shards the same, with a third of the operations to launch, "
-    "half of the bytes to gather in bf16, and compiled layers (set parallel.strategy=zero3 to use it anyway)"
-)
 LEAST_TOKENS = 1024  # of a sequence on each rank that shares it: fewer keep little memory, and no GPU busy
 
 
