@@ -31,8 +31,8 @@ from torch import Tensor
 
 from benchmarks.baselines import chunked_loss
 from benchmarks.support.cost import Cost, measure, medians
+from training.facts.loss_chunks import padding_words
 from training.models.linear_cross_entropy import linear_cross_entropy
-from training.planner.job import padding_words
 
 VOCABULARIES = (32_000, 50_257, 128_000)
 WIDTH, TOKENS = 128, 4096

@@ -45,13 +45,14 @@ from benchmarks.support.rows_as_planned import (
 )
 from flows.presets import load_config
 from training.planner.cluster import Cluster, cluster_of
-from training.planner.cost_model import SUSTAINED, CostModel, Kept, MemoryCosts, Program, TimeCosts
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
-from training.planner.memory import memory_gib
 from training.planner.model_shape import own_shape
 from training.planner.plan import make_plan
-from training.planner.step_time import step_s
+from training.planner.price.cost_model import SUSTAINED, CostModel, Kept, MemoryCosts, Program, TimeCosts
+from training.planner.price.memory import memory_gib
+from training.planner.price.step import Step
+from training.planner.price.step_time import step_s
 from training.records.plan import NOT_ALLOCATED, ModelShape
 
 # GPU, network of a host as the sources say (A100S, A100I: assumed), and the share of the hypothetical host's rate of
@@ -183,8 +184,8 @@ def predict(row: Row) -> Predicted:
     shape, layout = shape_of(row.model, models()[row.model], row.context), layout_of(row)
     job = Job(shape=shape, context=row.context, global_batch=row.global_batch, precision="bf16")
     model, shards = COST_MODELS[row.program], min(8, row.dp) if row.strategy == "hsdp" else row.dp
-    seconds = step_s(job, layout, model, cluster_like(row), num_shards=shards)
-    memory = memory_gib(job, layout, model, num_shards=shards)
+    step = Step(job, layout, model, cluster_like(row), shards)
+    seconds, memory = step_s(step), memory_gib(step)
     gib = sum(each for part, each in memory.items() if part not in NOT_ALLOCATED)
     return Predicted(_in_unit(row, sum(seconds.values()), shape), gib, seconds, memory)
 

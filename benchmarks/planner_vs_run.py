@@ -31,7 +31,7 @@ import psutil
 from benchmarks.support.workload import Size, measure, write_corpus, write_plan
 from training.measure import visible_cores
 from training.planner.corrections import measurement_of
-from training.planner.pricing import TRACKING_GIB
+from training.planner.price.pricing import TRACKING_GIB
 from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory
 from training.records.train_result import TrainResult

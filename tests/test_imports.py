@@ -38,10 +38,11 @@ TORCH_FREE = (
 )  # what a head node imports of training
 PACKAGES: dict[str, tuple[str, ...]] = {
     "training": (
+        "facts",
         "config",
         "records store",
         "tokenizer",
-        "shards tracking facts",
+        "shards tracking",
         "planner node",
         "data hardware runtime exports",
         "models",

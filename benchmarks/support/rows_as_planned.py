@@ -1,7 +1,7 @@
 """Prices runs of other programs as `shardline plan` would price a run of ours, and judges the prices.
 
 A row says what ran (model, machines, layout, precision, recomputation) and what was measured; it is priced by
-`our_cost_model` (training/planner/cost_model.py) on hypothetical hosts, with no constants composed for its program:
+`our_cost_model` (training/planner/price/) on hypothetical hosts, with no constants composed for its program:
 only what the program says of itself (`Traits`: its residual stream, kernels and overlap) is taken as a config of ours
 would say it. Rows come from a JSON file (`read_rows`) or are those of published.py (planner_vs_published.py). A family
 is what one source measured; a sweep is several layouts of the same model, machines, program, context and global batch.
@@ -20,15 +20,14 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from training.config.run import RunConfig
-from training.planner.cluster import ATTENTION, Cluster, cluster_of
-from training.planner.cost_model import CostModel, TimeCosts
+from training.planner.cluster import ATTENTION, MEMORY_SHARE, Cluster, cluster_of
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
-from training.planner.memory import memory_gib
 from training.planner.model_shape import own_shape
-from training.planner.pricing import MEMORY_SHARE, PricedLayout, cost_model_of, likely_range, num_shards
-from training.planner.search import best_first
-from training.planner.step_time import step_s as seconds_of_step
+from training.planner.price.cost_model import CostModel, TimeCosts
+from training.planner.price.memory import memory_gib
+from training.planner.price.pricing import PricedLayout, best_first, likely_range, our_step
+from training.planner.price.step_time import step_s as seconds_of_step
 from training.records.correction import Measured
 from training.records.inventory import Inventory
 
@@ -159,12 +158,10 @@ class PlannedRow:
 
     @functools.cached_property
     def priced(self) -> PricedLayout:
-        job, layout, cluster = self.job, self.layout, self.cluster
-        model = self.traits.applied(cost_model_of(self.config, job, layout, cluster), tp=layout.tp)
-        shards = num_shards(self.config, layout, cluster)
-        memory = memory_gib(job, layout, model, num_shards=shards)
-        seconds = seconds_of_step(job, layout, model, cluster, num_shards=shards)
-        return PricedLayout(layout, cluster, memory, MEMORY_SHARE * cluster.memory_gib, seconds)
+        ours = our_step(self.config, self.job, self.layout, self.cluster)
+        step = replace(ours, model=self.traits.applied(ours.model, tp=self.layout.tp))
+        usable_gib = MEMORY_SHARE * self.cluster.memory_gib
+        return PricedLayout(self.layout, self.cluster, memory_gib(step), usable_gib, seconds_of_step(step))
 
     @property
     def ratio(self) -> float:

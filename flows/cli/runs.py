@@ -183,7 +183,7 @@ def _inventory(config: Any, *, hosts: str | None) -> Any:
             "`shardline pretrain` measures them, and plans for them before it trains",
             config.launch.launcher,
         )
-    return check_hardware(home=home(), ranks=1 if config.parallel.strategy == "single" else config.parallel.ranks)
+    return check_hardware(home=home(), ranks=config.parallel.asked_ranks)
 
 
 def _doctor(options: argparse.Namespace) -> None:

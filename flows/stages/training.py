@@ -197,7 +197,7 @@ def _inventory(config: RunConfig, folder: Path) -> Inventory:
         folder.mkdir(exist_ok=True)
         with counted_by_hosts(config, run_dir=folder):
             return check_hosts.prepare_hosts(config, run_dir=folder)
-    ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
+    ranks = config.parallel.asked_ranks
     return machines.check_hardware(home=home(), ranks=ranks)
 
 

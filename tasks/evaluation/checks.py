@@ -49,7 +49,7 @@ def check_beside(config: RunConfig) -> str:
     if config.evaluation.checkpoints == "none":
         return ""
     gpus = gpus_here() if config.launch.launcher == "local" else ()
-    ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks or len(gpus)
+    ranks = config.parallel.asked_ranks or len(gpus)
     if gpus and ranks >= len(gpus):
         raise ValueError(
             f"evaluation.checkpoints=beside needs a GPU that training leaves free, and training takes {ranks} of this "

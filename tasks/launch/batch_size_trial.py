@@ -19,8 +19,8 @@ from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
 from tasks.workspace.paths import fresh
 from training.config.launch import Cause
-from training.planner.plan import wants_trial
-from training.planner.shares import split_by_speed
+from training.facts.shares import split_by_speed
+from training.planner.reasons.run import wants_trial
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.trial import MEASURED, TRIALS, Trial, TrialMeasured, Trials, read_trials

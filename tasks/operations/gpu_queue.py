@@ -129,7 +129,7 @@ def devices_of(config: RunConfig) -> tuple[str, ...]:
     """Return the names of the devices that training and evaluation beside it will use; empty without GPUs."""
     named = os.environ.get(NAMES)
     names = tuple(named.split(",")) if named else tuple(gpu.uuid for gpu in gpus_here())
-    ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
+    ranks = config.parallel.asked_ranks
     return names[: ranks + (config.evaluation.checkpoints == "beside")] if ranks else names
 
 

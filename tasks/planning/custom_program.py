@@ -127,7 +127,7 @@ def plan_custom_program(
 
 def ranks_by_host(config: RunConfig, inventory: Inventory) -> dict[str, int]:
     slots = {host.name: len(host.devices) for host in inventory.hosts}
-    left = 1 if config.parallel.strategy == "single" else config.parallel.ranks or sum(slots.values())
+    left = config.parallel.asked_ranks or sum(slots.values())
     if left > sum(slots.values()):
         raise ValueError(
             f"parallel.ranks = {left}, but there are {sum(slots.values())} devices on {len(slots)} hosts: lower it, or "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tasks.display.numbers import describe_utilisation, device_noun, format_amount, format_money
 from tasks.planning.price import per_1b
-from training.planner.pricing import job_of
+from training.planner.job import Job
 from training.records.plan import RankedLayout, RunPlan, describe_stages, even_stages
 from training.records.words import counted, format_duration
 
@@ -83,7 +83,7 @@ def _describe_parameters(plan: RunPlan) -> str:
     words = [f"a token uses {'all' if sizes.used == sizes.parameters else f'{sizes.used:,}'}", sizes.counted]
     if pp * tp > 1 and not plan.stages:
         numbers = even_stages(shape.layers, pp * plan.stages_per_rank)
-        job = job_of(plan.config, shape, plan.precision)
+        job = Job.of(plan.config, shape, plan.precision)
         own = [f"{job.of_rank(numbers, range(stage, len(numbers), pp), tp=tp):,.0f}" for stage in range(pp)]
         words.append(f"a rank {'of each stage ' * (pp > 1)}has {', '.join(own)}")
     words += [f"tp divides {sizes.cut / sizes.parameters:.1%}"] if tp > 1 else []

@@ -16,7 +16,7 @@ from tasks.workspace.paths import present
 from training.config.run import RunConfig
 from training.config.train import learning_rate
 from training.planner.mixture import plan_sources
-from training.planner.plan import batches_of, length, steps_that_fit
+from training.planner.run_length import batches_of, length, steps_that_fit
 from training.records.plan import MixturePhase, RunPlan
 from training.records.record import Record
 from training.shards.packing import one_epoch

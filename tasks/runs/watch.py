@@ -19,7 +19,7 @@ from statistics import median
 from types import TracebackType
 
 from training.config.alerts import AlertsConfig
-from training.planner.plan import disk_gib_needed
+from training.planner.reasons.checks import disk_gib_needed
 from training.records.plan import RunPlan
 from training.records.words import format_duration
 

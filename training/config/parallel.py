@@ -8,34 +8,10 @@ from pydantic import Field, model_validator
 
 from training.config.device_names import DeviceName, check_keys
 from training.config.section import Section
+from training.facts.strategies import IN_SHARDS, STRATEGIES, Strategy, StrategyName, having, offloads
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
-StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
 Stages = tuple[tuple[int, ...], ...]  # layers of each pipeline stage, by data-parallel replica
-# Combinations that work: the config refuses all others, and the plan chooses among these.
-WITH_TP = ("ddp", "fsdp", "hsdp", "zero1")
-WITH_PP = ("ddp", "fsdp", "zero1")
-WITH_STAGES = ("ddp",)  # pipelines of stages of given sizes
-WITH_CP = ("ddp", "fsdp")
-OFFLOADS: dict[str, tuple[str, ...]] = {
-    "zero1": ("optimizer",),
-    "zero2": ("optimizer",),
-    "zero3": ("optimizer", "parameters"),
-    "fsdp": ("parameters",),
-    "hsdp": ("parameters",),
-}
-COMPRESSIONS: dict[str, tuple[str, ...]] = {"ddp": ("bf16", "topk", "powersgd"), "local-sgd": ("bf16",)}
-IN_GROUPS = ("hsdp", "local-sgd")
-IN_SHARDS = ("fsdp", "hsdp")  # FSDP2: these choose when weights are gathered and gradients reduced, without a pipeline
-WITH_PRECISIONS = ("ddp", "local-sgd")  # unlike ranks may compute in unlike precisions: they sum whole fp32 gradients
-
-
-def offloads(strategy: str, *, tp: int, pp: int) -> tuple[str, ...]:
-    """Return what a strategy can keep in host memory.
-
-    A pipeline keeps its state on devices, and so does zero1 beside tp, which is not DeepSpeed's.
-    """
-    return () if pp > 1 or (strategy == "zero1" and tp > 1) else OFFLOADS.get(strategy, ())
 
 
 class ParallelConfig(Section):
@@ -198,35 +174,42 @@ class ParallelConfig(Section):
         600, ge=10, le=86_400, description="Seconds after which a collective operation that has not finished fails."
     )
 
+    @property
+    def row(self) -> Strategy:
+        """The strategy's row; while the plan is to choose it, that of one process, which goes with nothing."""
+        return STRATEGIES[self.strategy] if self.strategy != "auto" else Strategy()
+
+    @property
+    def asked_ranks(self) -> int:
+        """The number of ranks; 0: as many as there are devices."""
+        return 1 if self.strategy == "single" else self.ranks
+
     @model_validator(mode="after")
     def check(self) -> ParallelConfig:
         """Raises ValueError for combinations that do not work, of strategy with pp, tp and offload."""
         anyhow = self.strategy == "auto"
-        if self.pp > 1 and not (anyhow or self.strategy in WITH_PP):
-            raise ValueError(
-                f"parallel.pp = {self.pp} runs with parallel.strategy={', '.join(WITH_PP)}, not {self.strategy}: "
-                "choose one of them (fsdp shards weights, zero1 moments only), or parallel.pp=1"
-            )
         if self.pp <= 1 and self.pp_stages_per_rank > 1:
             raise ValueError(
                 f"parallel.pp_stages_per_rank = {self.pp_stages_per_rank} needs a pipeline: set parallel.pp above 1"
             )
-        if self.tp > 1 and not (anyhow or self.strategy in WITH_TP):
+        for axis, size, hint in (("pp", self.pp, " (fsdp shards weights, zero1 moments only)"), ("tp", self.tp, "")):
+            if size > 1 and not (anyhow or getattr(self.row, axis)):
+                raise ValueError(
+                    f"parallel.{axis} = {size} runs with parallel.strategy={', '.join(having(axis))}, not "
+                    f"{self.strategy}: choose one of them{hint}, or parallel.{axis}=1"
+                )
+        if self.cp > 1 and (self.pp > 1 or not (anyhow or self.row.cp)):
             raise ValueError(
-                f"parallel.tp = {self.tp} runs with parallel.strategy={', '.join(WITH_TP)}, not {self.strategy}: "
-                "choose one of them, or parallel.tp=1"
-            )
-        if self.cp > 1 and (self.pp > 1 or not (anyhow or self.strategy in WITH_CP)):
-            raise ValueError(
-                f"parallel.cp = {self.cp} runs with parallel.strategy=ddp or fsdp, with or without tp, and without a "
-                f"pipeline; not with {self.strategy} and pp = {self.pp}: change them, or set parallel.cp to 1"
+                f"parallel.cp = {self.cp} runs with parallel.strategy={' or '.join(having('cp'))}, with or without tp, "
+                f"and without a pipeline; not with {self.strategy} and pp = {self.pp}: change them, or set parallel.cp "
+                "to 1"
             )
         if self.sequence_parallel == "on" and (self.tp == 1 or (self.tp == 0 and not anyhow)):
             raise ValueError(
                 f"parallel.sequence_parallel=on splits sequences over tp ranks, and parallel.tp = {self.tp} has "
                 "none to share with: set parallel.tp above 1, or sequence_parallel=auto"
             )
-        possible = ("none", *offloads(self.strategy, tp=self.tp, pp=self.pp))
+        possible = ("none",) if self.strategy == "auto" else ("none", *offloads(self.strategy, tp=self.tp, pp=self.pp))
         if self.offload not in ("auto", *possible) and not anyhow:
             raise ValueError(
                 f"parallel.offload={self.offload} is not there for parallel.strategy={self.strategy} with "
@@ -276,7 +259,11 @@ class ParallelConfig(Section):
             sums = [sum(sizes) for sizes in self.stages]
             raise ValueError(f"{asked}: replicas have {sums} layers, and must all have those of the model")
         longest, ranks = max(map(len, self.stages)), max(1, self.tp) * sum(map(len, self.stages))
-        if self.strategy not in ("auto", *WITH_STAGES) or self.pp_stages_per_rank > 1 or self.pp not in (0, longest):
+        if (
+            not (self.strategy == "auto" or self.row.sizes_stages)
+            or self.pp_stages_per_rank > 1
+            or self.pp not in (0, longest)
+        ):
             raise ValueError(
                 f"{asked} with parallel.strategy={self.strategy}, pp={self.pp}, pp_stages_per_rank="
                 f"{self.pp_stages_per_rank}: stages of given sizes run with ddp, pp={longest} (or 0), one stage a rank"
@@ -290,15 +277,15 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def check_communication(self) -> ParallelConfig:
         """Raises ValueError for strategies without the compression or the groups that are asked for."""
-        possible = ("none", *COMPRESSIONS.get(self.strategy, ()))
+        possible = ("none", *self.row.compressions)
         if self.compression not in possible or (self.compression != "none" and self.pp > 1):
             raise ValueError(
                 f"parallel.compression={self.compression} is not there for parallel.strategy={self.strategy} with "
                 f"parallel.pp = {self.pp}: it can have {', '.join(possible)}; ddp has them all, without a pipeline"
             )
-        if self.group_ranks and self.strategy not in IN_GROUPS:
+        if self.group_ranks and not self.row.in_groups:
             raise ValueError(
                 f"parallel.group_ranks = {self.group_ranks} would not be used by parallel.strategy={self.strategy}: "
-                f"set it to 0, or choose {' or '.join(IN_GROUPS)}"
+                f"set it to 0, or choose {' or '.join(having('in_groups'))}"
             )
         return self

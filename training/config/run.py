@@ -179,10 +179,10 @@ class RunConfig(Section):
             )
         if beyond := [step for step in self.profile.steps if not 0 < step <= train.steps]:
             raise ValueError(f"profile.steps = {beyond} are not among the {train.steps} of train.steps: change them")
-        if train.compile is True and parallel.strategy == "zero3":
+        if train.compile is True and (why := parallel.row.cannot_compile):
             raise ValueError(
-                "train.compile=true cannot be had with parallel.strategy=zero3, which gathers weights inside each "
-                "layer: use fsdp, which shards the same, or train.compile=false"
+                f"train.compile=true cannot be had with parallel.strategy={parallel.strategy}, which {why}: use fsdp, "
+                "which shards the same, or train.compile=false"
             )
         if train.optimizer == "muon":
             _check_muon(parallel)
@@ -196,11 +196,12 @@ class RunConfig(Section):
 
 def _check_muon(parallel: ParallelConfig) -> None:
     """Raise ValueError for what Muon does not run with."""
-    instead = {"zero2": "fsdp, which shards more, or zero1", "zero3": "fsdp, which shards the same"}
-    if parallel.strategy in instead:
+    row = parallel.row
+    if not row.orthogonalizes:
+        instead = "fsdp, which shards the same" if row.stage == 3 else "fsdp, which shards more, or zero1"
         why = (
             f"parallel.strategy={parallel.strategy}, which cuts gradients into flat pieces, and DeepSpeed's own Muon "
-            f"scales its updates in another way: use {instead[parallel.strategy]}"
+            f"scales its updates in another way: use {instead}"
         )
     elif parallel.offload not in {"auto", "none"}:
         why = (

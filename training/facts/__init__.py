@@ -1,1 +1,1 @@
-"""What planner and ranks both know: which types of models can do what."""
+"""What planner and ranks both know: what strategies and types of models can do."""

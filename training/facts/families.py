@@ -9,15 +9,22 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-from training.records.plan import ModelShape
+from typing import Any, Literal, Protocol, get_args
 
 TABLE = Path(__file__).with_name("families.json")
 
 # pp, tp, sp (sequence parallelism), cp: split over ranks. documents: attend within documents. fresh: initial weights
 # made layer by layer. cached: decoded by ranks that share it, with our cache. compile: layers become one graph each.
 Ability = Literal["pp", "tp", "sp", "cp", "documents", "fresh", "cached", "compile"]
+
+
+class Shape(Protocol):
+    """What is asked of a model's shape (training/records/plan.py)."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def adds_loss(self) -> bool: ...
 
 
 @functools.cache
@@ -40,7 +47,7 @@ def why_type_cannot(model_type: str, ability: Ability) -> str | None:
     return reason
 
 
-def why_not(shape: ModelShape, ability: Ability) -> str | None:
+def why_not(shape: Shape, ability: Ability) -> str | None:
     """Return why a model cannot do this, in words; None if it can."""
     if shape.adds_loss:
         return "its config.json asks for a loss beside cross-entropy, which only a whole model computes"
@@ -50,7 +57,7 @@ def why_not(shape: ModelShape, ability: Ability) -> str | None:
     return f"its admission test failed for {ability} (details: training/facts/{TABLE.name})"
 
 
-def has_family(shape: ModelShape) -> bool:
+def has_family(shape: Shape) -> bool:
     """Return whether a model's layers and ends were found, so that its loss is made in chunks and its ends sharded."""
     return not shape.adds_loss and any(can(shape.architecture, ability) for ability in get_args(Ability))
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.data.batch import IGNORED
+from training.facts.loss_chunks import WORDS_MULTIPLE, chunk_tokens, padding_words
 from training.models.family import PLAIN, Tail
-from training.planner.job import WORDS_MULTIPLE, chunk_tokens, padding_words
 from training.runtime.onednn import products_take_new_memory
 
 FP16_HEADROOM = 32.0  # divides fp16 gradients: a chunk's sum could exceed 65,504, even without a loss scale

@@ -30,6 +30,7 @@ CPU_ATTENTION = 0.34  # of the rate of fp32 products, in any precision: 80 of 23
 # Blackwell cuDNN's, whose share is assumed to be that on an H100: 520 of 791 (Shah et al. 2024).
 ATTENTION = {"7": 0.35, "8": 0.70, "9": 0.41, "10": 0.66, "12": 0.70}
 CPU_SCALING = 0.9  # of n times a core's rate, for n threads of one process (2 threads: 1.8, docs/planning.md)
+MEMORY_SHARE = 0.9  # of a device or a host is usable; the rest is for other programs and for what predictions leave out
 PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of PCIe 4
 HOST_ADAM_GB_PER_S = 20.0  # bytes that an optimizer on the host moves
 
@@ -184,14 +185,13 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
     )
     inside, apart = max(ranks_per_host) > 1, num_hosts > 1
     links = {
-        "inside": known(_links(hosts, "allreduce_gb_per_s"), "GB/s in a host", guess["inside"], needed=inside),
-        "inside_us": known(
-            _links(hosts, "allreduce_latency_us"), "us of latency in a host", guess["inside_us"], needed=inside
-        ),
-        "network": known(_links(hosts, "network_gb_per_s"), "GB/s between hosts", guess["network"], needed=apart),
-        "network_us": known(
-            _links(hosts, "network_latency_us"), "us of latency between hosts", guess["network_us"], needed=apart
-        ),
+        key: known(_links(hosts, field), what, guess[key], needed=needed)
+        for key, field, what, needed in (
+            ("inside", "allreduce_gb_per_s", "GB/s in a host", inside),
+            ("inside_us", "allreduce_latency_us", "us of latency in a host", inside),
+            ("network", "network_gb_per_s", "GB/s between hosts", apart),
+            ("network_us", "network_latency_us", "us of latency between hosts", apart),
+        )
     }
     share = min(shares) if kind == "cpu" else 1.0
     threads = share ** math.log2(2 * CPU_SCALING) if share > 1 else share

@@ -18,12 +18,10 @@ from statistics import median, quantiles
 from typing import Any
 
 from training.config.run import RunConfig
-from training.planner.job import Job, Layout
-from training.planner.model_shape import flops_per_token
-from training.planner.step_time import exposed_s, is_exposed
+from training.planner.job import Layout
 from training.records.correction import Correction, Measurement, Priced
 from training.records.inventory import Host, Inventory
-from training.records.plan import RunPlan, describe_stages, unmeasured_parts
+from training.records.plan import RunPlan, unmeasured_parts
 from training.records.train_result import TrainResult
 from training.records.words import counted
 
@@ -53,27 +51,11 @@ def _describe_host(host: Host) -> str:
     return f"{host.name}: {counted}, {host.cores} cores, measured {host.measured_at}"
 
 
-def priced_as(config: RunConfig, job: Job, *, precision: str, machine: tuple[str, ...]) -> Priced:
-    """Return the key of a run's prices without its layout. `precision`: in words, where devices differ."""
-    compiled = ", compiled" if config.train.compile is True else ""
-    return Priced(
-        machine=machine,
-        job=f"{job.shape.architecture}, {precision}{compiled}",
-        step_flops=flops_per_token(job.shape) * job.global_batch * job.context,
-        layout="",
-    )
-
-
 def describe_kind(config: RunConfig, layout: Layout) -> str:
     """The layout without its micro-batch, and what else its steps' time depends on: `fsdp tp 2 on 4 ranks`."""
-    sizes = [f"{axis} {size}" for axis, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp)) if size > 1]
-    words = [" ".join([layout.strategy, *sizes, f"on {layout.world_size} rank{'s' * (layout.world_size > 1)}"])]
+    words = [f"{layout.axes('tp', 'pp', 'cp')} on {layout.world_size} rank{'s' * (layout.world_size > 1)}"]
     words += ["sequence parallel"] if layout.sequence_parallel else []
-    words += layout.how_shards_travel()
-    words += [f"{layout.stages_per_rank} stages a rank"] if layout.stages_per_rank > 1 else []
-    words += [describe_stages(layout.stages).strip()] if layout.stages else []
-    words += [f"{layout.recompute} activation checkpointing"] if layout.recompute != "none" else []
-    words += [f"{layout.offload} offloaded"] if layout.offload != "none" else []
+    words += [*layout.how_shards_travel(), *layout.how_stages_lie(), *layout.how_memory_is_saved()]
     words += [f"{config.parallel.compression} compression"] if config.parallel.compression != "none" else []
     return ", ".join(words)
 
@@ -85,6 +67,15 @@ def _are_alike(one: Priced, other: Priced) -> bool:
 
 
 # Factors
+
+
+def is_exposed(part: str) -> bool:
+    """Whether the part of a step is communication that nothing hides."""
+    return part.endswith("exposed")
+
+
+def exposed_s(parts: Mapping[str, float]) -> float:
+    return sum(seconds for part, seconds in parts.items() if is_exposed(part))
 
 
 @dataclass(frozen=True)

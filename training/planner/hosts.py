@@ -6,56 +6,31 @@ open. Sets are not tried where the network between hosts was not measured, nor w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from training.planner.chosen_layout import DoesNotFit
-from training.planner.cluster import ALIKE, Ring, matmul_tflops
-from training.planner.job import Question
+from training.planner.chosen_layout import ChosenLayout
+from training.planner.cluster import ALIKE, matmul_tflops
 from training.planner.precision import BY_SUPPORT
-from training.planner.search import TIED
+from training.planner.price.pricing import TIED, DoesNotFit
+from training.planner.question import Question
+from training.planner.reasons.hosts import why_hosts, why_less_sent, why_without
 from training.records.inventory import Device, Host
 
-MAX_NAMED = 4  # idle hosts
 LEAST_COMPUTING = 0.8  # of the time that a rank computes on all hosts: fewer of them have larger, faster products
 KINDS_COMBINED = 4  # of more kinds of hosts only all, each alone, and all but the slowest ones are tried
 
 
-class Planned(Protocol):
-    """The best layout on some hosts, as far as hosts are concerned."""
-
-    @property
-    def step_s(self) -> float: ...
-    @property
-    def computing_s(self) -> float:
-        """The part of a step that fewer hosts of the same kind would need in proportion more of."""
-        ...
-
-    @property
-    def tokens_per_s(self) -> float: ...
-    @property
-    def spare(self) -> float:
-        """The share of a rank's usable memory that is left, where least is."""
-        ...
-
-    @property
-    def network(self) -> Ring: ...
-    @property
-    def hosts(self) -> tuple[Host, ...]: ...
-
-
-Plan = TypeVar("Plan", bound=Planned)
-
-
-def best_hosts(question: Question, plan: Callable[[Question], Plan]) -> tuple[Plan, tuple[str, ...]]:
+def best_hosts(question: Question, plan: Callable[[Question], ChosenLayout]) -> tuple[ChosenLayout, tuple[str, ...]]:
     """Return the fastest plan, on all hosts or on some of them, and sentences on what the others would make.
 
     Raises ValueError, of all hosts, if nothing is possible on any set of them.
     """
     refusal: ValueError | None = None
-    found: list[Plan] = []
+    found: list[ChosenLayout] = []
     is_possible = True
     question = _where_ranks_are(question)
     everything = question.inventory.hosts
@@ -77,15 +52,28 @@ def best_hosts(question: Question, plan: Callable[[Question], Plan]) -> tuple[Pl
     if not found:
         assert refusal is not None
         raise refusal
-    fastest = min(found, key=lambda each: each.step_s)
-    of_all = found[0] if is_possible else None
-    tied = [each for each in found if each.step_s <= TIED * fastest.step_s]
-    fastest = max(tied, key=lambda each: round(each.spare, 1))
+    of_all, least_s = found[0] if is_possible else None, min(each.step_s for each in found)
+    tied = [each for each in found if each.step_s <= TIED * least_s]
+    fastest = max(tied, key=lambda each: round(1 - each.best.needed_gib / each.best.usable_gib, 1))
     taken = fastest if of_all is None or _may_choose(question) else of_all
-    why = _why(question, found, taken, fastest, of_all, refusal)
+    others = [] if _are_alike(everything) else [each for each in found if each is not of_all and each is not fastest]
+    why = why_hosts(everything, taken, fastest, of_all, others) if of_all else why_without(taken, everything, refusal)
     if fastest is not of_all and _are_alike(everything):
-        why += _less_sent(question, plan, fastest)
+        why += why_less_sent(_less_sent(question, plan), fastest)
     return taken, why
+
+
+def _less_sent(question: Question, plan: Callable[[Question], ChosenLayout]) -> dict[str, ChosenLayout]:
+    """Return the plans for all hosts that change learning, since less is sent: by what to set."""
+    ways: dict[str, dict[str, Any]] = {
+        "parallel.strategy=local-sgd": {"strategy": "local-sgd"},
+        "parallel.strategy=ddp parallel.compression=powersgd": {"strategy": "ddp", "compression": "powersgd"},
+    }
+    found = {}
+    for way, fields in ways.items():
+        with contextlib.suppress(ValueError):
+            found[way] = plan(question.changed("parallel", **fields))
+    return found
 
 
 def _where_ranks_are(question: Question) -> Question:
@@ -163,74 +151,3 @@ def _least_s(question: Question, hosts: Sequence[Host]) -> float:
     multiplied = sum(layer.count * layer.multiplied for layer in question.shape.sizes.layers)
     flops = 6 * multiplied * train.global_batch * train.context
     return flops / (tflops * 1e12) if tflops else 0.0
-
-
-# Sentences
-
-
-def _why(
-    question: Question,
-    found: Sequence[Plan],
-    taken: Plan,
-    fastest: Plan,
-    of_all: Plan | None,
-    refusal: ValueError | None,
-) -> tuple[str, ...]:
-    """Return the sentence on the set that was taken, or would be, and those on sets of other kinds."""
-    everything = question.inventory.hosts
-    if of_all is None:
-        return (f"hosts: {_part(taken.hosts, everything)}: taken, because of all hosts: {refusal}",)
-    others = [each for each in found if each is not of_all and each is not fastest and not _are_alike(everything)]
-    speeds = "".join(f", {_part(each.hosts, everything)} {_speed(each)}" for each in others)
-    if fastest is of_all:
-        is_said = others and len(of_all.hosts) == len(everything)  # else the number of ranks leaves some out
-        return (f"hosts: all of them make {_speed(of_all)}{speeds}: all are taken",) if is_said else ()
-    used = {host.name for host in fastest.hosts}
-    idle = [host for host in everything if host.name not in used]
-    if taken is fastest:
-        how = f"taken; idle: {_names(idle)}"
-    elif everything[: len(used)] == fastest.hosts:
-        how = f"parallel.ranks={sum(len(host.devices) for host in fastest.hosts)} would take them"
-    else:
-        how = f"a run without {_names(idle)} would take them alone"
-    return (
-        f"hosts: {_part(fastest.hosts, everything)} make {_speed(fastest)}, all of them {_speed(of_all)} over a "
-        f"network of {of_all.network.gb_per_s:.3g} GB/s{speeds}: {how}",
-    )
-
-
-def _less_sent(question: Question, plan: Callable[[Question], Plan], fastest: Plan) -> tuple[str, ...]:
-    """Return a sentence that names compression or local-sgd on all hosts, where faster. They change learning."""
-    ways: dict[str, dict[str, Any]] = {
-        "parallel.strategy=local-sgd": {"strategy": "local-sgd"},
-        "parallel.strategy=ddp parallel.compression=powersgd": {"strategy": "ddp", "compression": "powersgd"},
-    }
-    found = []
-    for way, fields in ways.items():
-        try:
-            other = plan(question.changed("parallel", **fields))
-        except ValueError:
-            continue
-        if TIED * other.step_s < fastest.step_s:
-            found.append(f"{way} {_speed(other)}")
-    if not found:
-        return ()
-    return (
-        f"all hosts would make, sending less: {', '.join(found)}; that changes what is learned, so it is not taken",
-    )
-
-
-def _part(hosts: Sequence[Host], everything: Sequence[Host]) -> str:
-    """`2 of 4 (16 H100-80GB-SXM)`."""
-    names = Counter(device.name for host in hosts for device in host.devices)
-    devices = " + ".join(f"{number} {name}" for name, number in names.items())
-    return f"{len(hosts)} of {len(everything)} ({devices})"
-
-
-def _names(hosts: Sequence[Host]) -> str:
-    more = len(hosts) - MAX_NAMED
-    return ", ".join(host.name for host in hosts[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _speed(planned: Planned) -> str:
-    return f"{planned.tokens_per_s:,.0f} tokens/s"

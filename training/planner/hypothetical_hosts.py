@@ -128,7 +128,8 @@ def _host(gpu: KnownGpu, num_gpus: int) -> Host:
         matmul_tflops=gpu.attainable_tflops,
         memory_gb_per_s=COPY_SHARE * gpu.memory_gb_per_s,
     )
-    by_nvlink = _by_nvlink(gpu)
+    by_nvlink = bool(gpu.nvlink_gb_per_s) and not gpu.is_bridged
+    hop_us = NVLINK_HOP_US if by_nvlink else PCIE_HOP_US
     share, link = (NVLINK_SHARE, gpu.nvlink_gb_per_s) if by_nvlink else (PCIE_SHARE, gpu.pcie_gb_per_s)
     return Host(
         name="hypothetical",
@@ -137,18 +138,10 @@ def _host(gpu: KnownGpu, num_gpus: int) -> Host:
         disk_free_gib=DISK_GIB,
         devices=(device,) * num_gpus,
         allreduce_gb_per_s=share * link / 2 if num_gpus > 1 else 0.0,
-        allreduce_latency_us=START_US + 2 * (num_gpus - 1) * _hop_us(by_nvlink) if num_gpus > 1 else 0.0,
+        allreduce_latency_us=START_US + 2 * (num_gpus - 1) * hop_us if num_gpus > 1 else 0.0,
         compile_lacks="",  # NVIDIA's image, the base of ours, has what it needs
         versions={HYPOTHETICAL: f"{gpu.name}: {gpu.source}, shares measured on {gpu.measured_as}"},
     )
-
-
-def _by_nvlink(gpu: KnownGpu) -> bool:
-    return bool(gpu.nvlink_gb_per_s) and not gpu.is_bridged
-
-
-def _hop_us(by_nvlink: bool) -> float:
-    return NVLINK_HOP_US if by_nvlink else PCIE_HOP_US
 
 
 def _network_latency_us(host: Host, num_hosts: int) -> float:

@@ -1,4 +1,4 @@
-"""The planner's inputs: a question, the job of one step that follows from it, and a layout, one way to run it."""
+"""The job of one optimizer step, and a layout, one way to run it."""
 
 from __future__ import annotations
 
@@ -7,41 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from training.config.parallel import Precision, Stages, StrategyName
+from training.config.parallel import Precision, Stages
 from training.config.run import RunConfig
 from training.facts.families import masked_types
 from training.facts.muon import newton_schulz_flops
-from training.records.correction import Measurement
-from training.records.inventory import Host, Inventory
+from training.facts.strategies import STRATEGIES, Strategy, StrategyName
 from training.records.model_sizes import Part
 from training.records.plan import ModelShape, describe_stages, layer_numbers
 
 Offload = Literal["none", "optimizer", "parameters"]
 Recompute = Literal["none", "selective", "full"]
-WORDS_MULTIPLE = 128  # products of odd sizes are slower, on GPUs and by a fifth on CPUs (benchmarks/loss_head.py)
-CHUNK_BYTES = 8192  # of each word: the loss makes logits for this many tokens at a time
-
-
-@dataclass(frozen=True)
-class Question:
-    """A run to plan on an inventory. `measurements`: of earlier runs, which correct the prices."""
-
-    config: RunConfig
-    shape: ModelShape
-    inventory: Inventory
-    measurements: Sequence[Measurement] = ()
-
-    def on(self, hosts: Sequence[Host]) -> Question:
-        """Return the same run on these hosts alone."""
-        return replace(self, inventory=Inventory(hosts=tuple(hosts)))
-
-    def compiled(self, compiled: bool) -> Question:
-        return self.changed("train", compile=compiled)
-
-    def changed(self, section: str, **fields: object) -> Question:
-        """Return the question with other values of some fields of a section of the config."""
-        values = getattr(self.config, section).model_copy(update=fields)
-        return replace(self, config=self.config.model_copy(update={section: values}))
 
 
 @dataclass(frozen=True)
@@ -53,6 +28,11 @@ class Job:
     global_batch: int
     precision: Precision
     dropout: float = 0.0
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ModelShape, precision: Precision) -> Job:
+        train = config.train
+        return cls(shape, train.context, train.global_batch, precision, config.model.dropout)
 
     @property
     def width_bytes(self) -> int:
@@ -140,6 +120,26 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Mesh:
+    """The part of a layout that decides on which hosts its ranks are."""
+
+    strategy: StrategyName
+    tp: int
+    pp: int
+    cp: int = 1
+    stages_per_rank: int = 1
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that take the same sequences: they hold one replica of the model together, or share tokens."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def axes(self) -> str:
+        return "tp*pp*cp" if self.cp > 1 else "tp*pp"
+
+
+@dataclass(frozen=True)
 class Layout:
     """One way to run a job. Each replica makes `accumulation` micro-batches of `micro_batch` sequences in a step.
 
@@ -169,6 +169,10 @@ class Layout:
     counts_ends: bool = False
 
     @property
+    def row(self) -> Strategy:
+        return STRATEGIES[self.strategy]
+
+    @property
     def gathers_once(self) -> bool:
         """Whether sharded weights travel once a step; in a pipeline they always do."""
         return self.keeps_weights or self.pp > 1
@@ -187,10 +191,6 @@ class Layout:
         """Ranks that hold the same of the model, or shards of it, and sum its gradients."""
         return self.dp * self.cp
 
-    def tokens(self, job: Job) -> float:
-        """A rank's tokens of a micro-batch."""
-        return self.micro_batch * job.context / self.cp
-
     @property
     def own_layers(self) -> int:
         """The layers of the rank that is priced."""
@@ -202,38 +202,36 @@ class Layout:
         return replace(self, pp=len(self.stages[replica]), at=(replica, stage))
 
     @property
+    def num_kinds_of_communication(self) -> int:
+        """How many of the mesh's axes have several ranks."""
+        return sum(ranks > 1 for ranks in (self.tp, self.pp, self.cp, self.dp))
+
+    @property
     def is_undivided(self) -> bool:
         """Whether each rank has all layers, all of each, and whole sequences."""
         return self.tp == self.pp == self.cp == 1
 
+    def axes(self, *names: str) -> str:
+        """`fsdp tp 2`: the strategy, and those of its axes that have several ranks."""
+        return " ".join(
+            [self.strategy, *(f"{axis} {getattr(self, axis)}" for axis in names if getattr(self, axis) > 1)]
+        )
+
+    def how_stages_lie(self) -> list[str]:
+        words = [f"{self.stages_per_rank} stages a rank"] if self.stages_per_rank > 1 else []
+        return words + ([describe_stages(self.stages).strip()] if self.stages else [])
+
+    def how_memory_is_saved(self) -> list[str]:
+        words = [f"{self.recompute} activation checkpointing"] if self.recompute != "none" else []
+        return words + ([f"{self.offload} offloaded"] if self.offload != "none" else [])
+
     def __str__(self) -> str:
-        sizes = [
-            f"{axis} {size}"
-            for axis, size in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("dp", self.dp))
-            if size > 1
-        ]
-        if self.sequence_parallel:
-            sizes.append("sequence parallel")
-        if self.stages_per_rank > 1:
-            sizes.append(f"{self.stages_per_rank} stages a rank")
-        sizes += [describe_stages(self.stages).strip()] if self.stages else []
-        words = [" ".join([self.strategy, *sizes]), f"micro-batch {self.micro_batch}", *self.how_shards_travel()]
-        words += [f"{self.recompute} activation checkpointing"] if self.recompute != "none" else []
-        words += [f"{self.offload} offloaded"] if self.offload != "none" else []
+        split = ["sequence parallel"] if self.sequence_parallel else []
+        first = " ".join([self.axes("tp", "pp", "cp", "dp"), *split, *self.how_stages_lie()])
+        words = [first, f"micro-batch {self.micro_batch}", *self.how_shards_travel(), *self.how_memory_is_saved()]
         return ", ".join(words)
 
     def how_shards_travel(self) -> list[str]:
         """Say in words which of weights and gradients travel once a step; [] if neither does."""
         words = ["weights kept gathered"] if self.keeps_weights else []
         return words + (["gradients reduced once a step"] if self.reduces_last else [])
-
-
-def padding_words(num_words: int, multiple: int = WORDS_MULTIPLE) -> int:
-    """Return the words that are added to the output layer's products: up to the multiple, if that is less than 1%."""
-    more = -num_words % multiple
-    return more if 100 * more < num_words else 0
-
-
-def chunk_tokens(width_bytes: int) -> int:
-    """The number of tokens for which the loss makes logits at one time: 2,048 in fp32, 4,096 in 16 bits."""
-    return CHUNK_BYTES // width_bytes

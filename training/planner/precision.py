@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from training.config.device_names import value_for
-from training.config.parallel import WITH_PRECISIONS, ParallelConfig, Precision
+from training.config.parallel import ParallelConfig, Precision
 from training.config.run import RunConfig
+from training.facts.strategies import having
 from training.records.inventory import Device, Inventory
 from training.records.plan import ModelShape
 
+WHOLE = having("mixes_precisions")[0]  # which strategy devices of unlike precision get
 FP8_CAPABILITY = (8, 9)
 NOT_IN_FP8 = re.compile(r"(^|\.)(experts|gate|router|shared_expert_gate)(\.|$)")  # modules
 FP8_MULTIPLE = 16  # every dimension of a product is a multiple of this (torch._scaled_mm)
@@ -74,7 +76,7 @@ def resolved_precision(config: RunConfig, inventory: Inventory) -> ChosenPrecisi
 def own_precisions(config: RunConfig, inventory: Inventory) -> ChosenPrecision | None:
     """Return the best precision of each kind of device; None if all are equal, or if the config sets it."""
     parallel = config.parallel
-    if parallel.precision != "auto" or parallel.strategy not in ("auto", "ddp") or not _is_undivided(parallel):
+    if parallel.precision != "auto" or parallel.strategy not in ("auto", WHOLE) or not _is_undivided(parallel):
         return None
     own = {name: choose_precision(part)[0] for name, part in _by_name(inventory).items()}
     chosen = _chosen(own, "what each supports")
@@ -88,14 +90,14 @@ def with_whole_gradients(parallel: ParallelConfig, precision: ChosenPrecision) -
     """
     if parallel.strategy == "single":
         return parallel
-    if parallel.strategy not in ("auto", *WITH_PRECISIONS) or not _is_undivided(parallel):
+    if not (parallel.strategy == "auto" or parallel.row.mixes_precisions) or not _is_undivided(parallel):
         how = "parallel.stages" if not isinstance(parallel.stages, str) else f"parallel.strategy={parallel.strategy}"
         raise ValueError(
             f"parallel.precision: {precision} need ranks that hold and sum whole fp32 gradients, which {how} with "
             f"tp = {max(1, parallel.tp)} and pp = {max(1, parallel.pp)} has not: set parallel.strategy=ddp with "
             f"tp = pp = 1, or parallel.precision={precision.common} for all devices"
         )
-    strategy = "ddp" if parallel.strategy == "auto" else parallel.strategy
+    strategy = WHOLE if parallel.strategy == "auto" else parallel.strategy
     return ParallelConfig(**parallel.model_dump() | {"strategy": strategy, "tp": 1, "pp": 1})
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from training.config.parallel import StrategyName
+from training.facts.strategies import STRATEGIES, StrategyName
 from training.records.checkpoint import averaged_checkpoints
 from training.records.plan import RankPlan, RunPlan
 from training.records.record import DamagedRecord
 from training.records.train_result import TrainResult
-
-SHARDED = frozenset({"fsdp", "hsdp", "zero3"})  # chosen where a rank cannot hold the model whole
 
 
 class EvaluationPlan(RankPlan):
@@ -37,7 +35,8 @@ class EvaluationPlan(RankPlan):
 
         Without gradients no rank needs others for its sequences: what were cp peers take sequences of their own.
         """
-        is_sharded = plan.gradient_ranks > 1 and plan.strategy in SHARDED
+        # weights are sharded where a rank cannot hold the model whole
+        is_sharded = plan.gradient_ranks > 1 and STRATEGIES[plan.strategy].stage == 3
         shared: dict[str, Any] = {name: getattr(plan, name) for name in RankPlan.model_fields}
         changed: dict[str, Any] = {
             "compiled": False,

@@ -16,9 +16,10 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from pydantic import Field, computed_field, model_validator
 
 from training.config.device_names import key_for
-from training.config.parallel import IN_SHARDS, Precision, Stages, StrategyName
+from training.config.parallel import Precision, Stages
 from training.config.run import RunConfig
 from training.config.train import Batches, BatchPhase
+from training.facts.strategies import IN_SHARDS, StrategyName
 from training.records.correction import Correction, Priced
 from training.records.model_sizes import ModelSizes
 from training.records.record import Record, with_matmul_share
@@ -86,7 +87,7 @@ class Prediction(Record):
     """The plan's predictions, to be compared with what the run measures.
 
     `memory_gib`: memory of one rank, by component. `step_s`: seconds of one step, by component; each of them adds up.
-    `step_range_ms`: likely, by what was measured before (training/planner/pricing.py); zeros in earlier plans.
+    `step_range_ms`: likely, by what was measured before (training/planner/price/pricing.py); zeros in earlier plans.
     `exposed_communication_s` is already included in `step_s`. `mfu`: fraction of the
     datasheets' dense peak in the plan's precision (None: a device is in no catalogue); `matmul_share`: of the measured
     rate of matrix products (None: not measured). `correction`: the factors, from earlier runs, that all of it has.

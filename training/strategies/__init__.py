@@ -1,4 +1,5 @@
-"""The strategies: how the ranks share one optimizer step. A new one is one file and one line in STRATEGIES.
+"""The strategies: how the ranks share one optimizer step. A new one is one file, one line in STRATEGIES, and one row in
+training/facts/strategies.py.
 
 A strategy owns the whole micro-batch cycle (forward, backward, reduction, clipping, update), because
 DeepSpeed's engines and pipeline schedules do. Every strategy must make the update that a single process would
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from training.data.batch import Batch, Share
+from training.facts import strategies as facts
 from training.models.family import layers_of
 from training.models.hidden_matrices import hidden_matrices
 from training.models.language_model import LanguageModel
@@ -102,6 +104,7 @@ def parallelize(
     `model` is in host memory, unfilled; each rank takes its part of the whole `weights`. The model moves to the device
     after it is split; fsdp, hsdp and zero3 move it layer by layer, since the models that need them do not fit whole.
     """
+    row = facts.STRATEGIES[plan.strategy]
     if plan.config.train.optimizer == "muon" and model.training:
         model.matrices = hidden_matrices(model.hf)
     if plan.mesh["tp"] > 1:
@@ -110,7 +113,7 @@ def parallelize(
         model.share_context(mesh["cp"].get_group())
     if plan.mesh["pp"] > 1:
         pipeline.keep_own_stages(plan, model)
-    if plan.strategy not in {"fsdp", "hsdp", "zero3"}:
+    if row.stage < 3:
         model.to(device)
     precision = plan.precision
     if plan.precisions:
@@ -119,7 +122,7 @@ def parallelize(
     if plan.config.train.residual == "bf16" and precision in {"bf16", "fp8"}:  # an evaluation computes in fp32
         model.carry_bf16()
     if precision == "fp8" and plan.config.parallel.fp8_by == "torchao":
-        use_torchao(layers_of(model.hf), gathers=plan.strategy in {"fsdp", "hsdp"}, device=device)
+        use_torchao(layers_of(model.hf), gathers=row.by_fsdp, device=device)
     elif precision == "fp8":
         use_float8(layers_of(model.hf))
     if plan.activation_checkpointing != "none":

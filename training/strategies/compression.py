@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config.parallel import ParallelConfig
-from training.planner.communication import all_reduce_bytes, gather_bytes
+from training.facts.collectives import all_reduce_bytes, gather_bytes
 
 
 def compress(

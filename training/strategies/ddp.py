@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from training.data.batch import Batch, Share
+from training.facts.collectives import all_reduce_bytes
 from training.models.language_model import LanguageModel
-from training.planner.communication import all_reduce_bytes
 from training.records.plan import RankPlan
 from training.runtime.mesh import Mesh
 from training.strategies.compression import Compression, compress

@@ -31,9 +31,9 @@ from torch.distributed.fsdp import (
 )
 
 from training.data.batch import Share
+from training.facts.collectives import all_reduce_bytes, gather_bytes
 from training.models.family import layers_of
 from training.models.language_model import LanguageModel
-from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.records.plan import RankPlan
 from training.runtime.mesh import INSIDE, Mesh, group_mesh
 from training.strategies.stats import StepStats

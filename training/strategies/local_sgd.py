@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.data.batch import Batch, Share
+from training.facts.collectives import all_reduce_bytes, gather_bytes
 from training.models.language_model import LanguageModel
-from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.records.plan import RankPlan
 from training.runtime.mesh import ACROSS, INSIDE, Mesh, group_mesh
 from training.runtime.step_trace import phase

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.data.batch import Batch, Share
+from training.facts.strategies import STRATEGIES
 from training.models.freezing import not_reached, without_gradient
 from training.models.init_weights import fill
 from training.models.language_model import LanguageModel
 from training.models.state import state_of
-from training.planner.cost_model import ZERO_STAGE
 from training.records.plan import RankPlan
 from training.runtime.mesh import Mesh
 from training.runtime.step_trace import phase
@@ -35,13 +35,13 @@ from training.strategies.torch_strategy import TorchStrategy
 
 def runs_deepspeed(plan: RankPlan) -> bool:
     is_mesh = plan.mesh["tp"] > 1 or plan.mesh["pp"] > 1
-    return plan.strategy.startswith("zero") and not is_mesh and plan.config.train.optimizer == "adamw"
+    return STRATEGIES[plan.strategy].by_deepspeed and not is_mesh and plan.config.train.optimizer == "adamw"
 
 
 def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero | TorchStrategy:
     if not runs_deepspeed(plan):
         return TorchStrategy(plan, mesh, model, weights, module=model, shard_optimizer=True)
-    if ZERO_STAGE[plan.strategy] < 3:
+    if STRATEGIES[plan.strategy].stage < 3:
         fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over
     return Zero(plan, mesh, model, weights)
 
@@ -49,7 +49,7 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
 def deepspeed_config(plan: RankPlan) -> dict[str, Any]:
     """Return DeepSpeed's JSON for this plan; batch sizes and stage follow from the plan."""
     bucket = plan.config.parallel.bucket_mib * 2**18  # in fp32 numbers
-    zero_stage = ZERO_STAGE[plan.strategy]
+    zero_stage = STRATEGIES[plan.strategy].stage
     zero: dict[str, Any] = {
         "stage": zero_stage,
         "reduce_bucket_size": bucket,
@@ -133,7 +133,7 @@ class Zero:
         deepspeed = import_deepspeed(plan.device_kind)
         train = plan.config.train
         self.model, self.rank = model, mesh["dp"].get_local_rank()
-        self.stage = ZERO_STAGE[plan.strategy]
+        self.stage = STRATEGIES[plan.strategy].stage
         adamw = build_adamw(model, train, fused=True)
         if self.stage == 3:
             _shard_before_it_moves(model, plan, weights, rank=self.rank)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from training.config.parallel import Stages
 from training.data.batch import MicroBatches
+from training.facts.shares import MIN_GAIN, rebalanced
 from training.monitoring.profiler import PhaseTimes
-from training.planner.shares import MIN_GAIN, rebalanced
 from training.records.checkpoint import CheckpointManifest
 from training.records.plan import RunPlan, describe_stages
 from training.records.record import write_atomically

@@ -20,7 +20,8 @@ from tasks.tracking.mlflow_run import tracked
 from tasks.workspace.paths import tracking_uri
 from tests.support.configs import inventory, tiny_config
 from training.config.run import RunConfig
-from training.planner.plan import make_plan, wants_trial
+from training.planner.plan import make_plan
+from training.planner.reasons.run import wants_trial
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from training.data.batch import IGNORED
+from training.facts.loss_chunks import chunk_tokens
 from training.models.linear_cross_entropy import (
     Softmax,
     ZLoss,
@@ -20,7 +21,6 @@ from training.models.linear_cross_entropy import (
     linear_scores,
     softmax_,
 )
-from training.planner.job import chunk_tokens
 
 CHUNK_TOKENS = chunk_tokens(4)
 

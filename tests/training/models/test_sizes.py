@@ -16,11 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.configs import inventory, tiny_config
 from training.models.language_model import LanguageModel, build_model, hf_config
 from training.models.sizes import count_model, main
-from training.planner.job import Layout
-from training.planner.memory import rank_parameters, stage_parameters
+from training.planner.job import Job, Layout
 from training.planner.model_shape import flops_per_token
 from training.planner.plan import make_plan
-from training.planner.pricing import job_of
+from training.planner.price.step import rank_parameters, stage_parameters
 from training.records.plan import ModelShape, RunPlan
 from training.strategies.tensor import shard_matrices
 
@@ -107,7 +106,7 @@ def test_a_tp_rank_is_planned_with_what_it_holds(architecture: str, tied: bool, 
     plan = own_plan(architecture, tied=tied)
     model = build_model(plan)
     shard_matrices(model, fake_ranks)
-    job = job_of(plan.config, plan.shape, "fp32")
+    job = Job.of(plan.config, plan.shape, "fp32")
     layout = Layout("ddp", tp=2, pp=1, dp=1, micro_batch=1, accumulation=1)
     assert stage_parameters(job, layout) == sum(parameter.numel() for parameter in model.parameters())
 
@@ -141,13 +140,13 @@ def test_a_tp_rank_of_any_family_is_planned_with_what_it_holds(
 def test_stages_of_unlike_layers_have_what_lies_in_them() -> None:
     """DeepSeek-V3's first three layers are dense: the second of 61 stages is small, the last but one is not."""
     shape = count_model(AutoConfig.for_model("deepseek_v3"), objective="causal")
-    job = job_of(tiny_config(), shape, "bf16")
+    job = Job.of(tiny_config(), shape, "bf16")
     layout = Layout("ddp", tp=8, pp=61, dp=1, micro_batch=1, accumulation=61)
-    dense, experts = (rank_parameters(job, layout, stage=stage) for stage in (1, 59))
+    dense, experts = (rank_parameters(job, layout, stage) for stage in (1, 59))
     assert (dense, experts) == (583_483_392 - 396_361_728 * 7 / 8, 11_507_286_016 - 11_318_329_344 * 7 / 8)
     assert stage_parameters(job, layout) > experts, "the last one has the head too"
     whole = Layout("ddp", tp=1, pp=61, dp=1, micro_batch=1, accumulation=61)
-    assert sum(rank_parameters(job, whole, stage=stage) for stage in range(61)) == shape.parameters
+    assert sum(rank_parameters(job, whole, stage) for stage in range(61)) == shape.parameters
 
 
 def test_another_vocabulary_changes_the_words_alone() -> None:
@@ -163,7 +162,7 @@ def test_work_is_that_of_the_experts_and_heads_that_a_token_meets() -> None:
     settings = AutoConfig.for_model("qwen3_moe", **CARDS[2][2])
     shape = count_model(settings, objective="causal").model_copy(update={"context": 4096})
     assert flops_per_token(shape) == 6 * (3_353_032_704 - 151_936 * 2048) + 12 * 48 * 32 * 128 * 4096
-    job = job_of(tiny_config(), shape, "bf16")
+    job = Job.of(tiny_config(), shape, "bf16")
     assert (job.q_width, job.kv_width, job.mlp_width) == (4096, 512, pytest.approx(8 * 768, rel=0.01))
 
 

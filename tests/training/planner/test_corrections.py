@@ -8,11 +8,10 @@ import pytest
 
 from tests.support.configs import inventory, tiny_config
 from training.config.train import BatchPhase
-from training.planner.corrections import LAST_RUNS, MOST, measurement_of
+from training.planner.cluster import MEMORY_SHARE
+from training.planner.corrections import LAST_RUNS, MOST, exposed_s, measurement_of
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.plan import make_plan
-from training.planner.pricing import MEMORY_SHARE
-from training.planner.step_time import exposed_s
 from training.records.correction import Correction, Measurement
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan

@@ -19,18 +19,20 @@ from tests.support.configs import inventory, tiny_config
 from training.models.family import layers_of
 from training.models.language_model import build_model
 from training.planner.cluster import Cluster, Ring, cluster_of
-from training.planner.cost_model import our_cost_model
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
-from training.planner.memory import activation_bytes_per_token, memory_gib, rank_parameters, stage_parameters
 from training.planner.plan import make_plan
-from training.planner.pricing import LIKELY_ON_GPUS
-from training.planner.step_time import step_s
+from training.planner.price.cost_model import our_cost_model
+from training.planner.price.memory import activation_bytes_per_token, memory_gib
+from training.planner.price.pricing import LIKELY_ON_GPUS, our_step
+from training.planner.price.step import Step, rank_parameters, stage_parameters
+from training.planner.price.step_time import step_s
 from training.records.model_sizes import Part
 from training.strategies.tensor import shard_matrices
 
 GPT3 = Job(shape=shape_of("gpt-175b", models()["gpt-175b"], 2048), context=2048, global_batch=64, precision="bf16")
 ONE = Layout("ddp", tp=1, pp=1, dp=1, micro_batch=1, accumulation=64)
+HOST = cluster_of(inventory(8, kind="cuda"), [8], precision="bf16")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_activations_of_gpt3_by_korthikanti(
     tp: int, sequence_parallel: bool, recompute: Any, coefficient: float
 ) -> None:
     model = MEGATRON.replaced(sequence_parallel=sequence_parallel)
-    kept = activation_bytes_per_token(GPT3, replace(ONE, tp=tp, recompute=recompute), model)
+    kept = activation_bytes_per_token(Step(GPT3, replace(ONE, tp=tp, recompute=recompute), model, HOST))
     assert kept == pytest.approx(coefficient * 12288, rel=1e-3)
 
 
@@ -60,7 +62,7 @@ def test_states_of_a_7_5b_model_by_zero() -> None:
     assert shape.parameters == pytest.approx(7.5e9, rel=1e-5)
     job = Job(shape=shape, context=2048, global_batch=64, precision="bf16")
     for strategy, gigabytes in {"ddp": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.88}.items():
-        parts = memory_gib(job, replace(ONE, strategy=strategy, dp=64), MEGATRON, num_shards=64)
+        parts = memory_gib(Step(job, replace(ONE, strategy=strategy, dp=64), MEGATRON, HOST, 64))
         states = sum(parts[part] for part in ("weights", "gradients", "optimizer"))
         assert states * 2**30 / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
@@ -120,8 +122,9 @@ def test_what_our_layers_keep_is_what_torch_saves(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(ids, ids)
     job = Job(shape=plan.shape, context=64, global_batch=4, precision=residual)
-    costs = our_cost_model(job, "single", kind="cpu", sequence_parallel=tp > 1, bf16_residual=residual == "bf16")
-    expected = activation_bytes_per_token(job, replace(ONE, tp=tp, cp=cp), costs) * ids.numel() / cp
+    layout = replace(ONE, tp=tp, cp=cp, sequence_parallel=tp > 1)
+    step = Step(job, layout, our_cost_model(config, job, layout, "cpu"), HOST)
+    expected = activation_bytes_per_token(step) * ids.numel() / cp
     assert sum(saved.values()) == pytest.approx(expected, rel=0.03)
 
 
@@ -139,7 +142,7 @@ def test_logits_are_whole_where_the_class_runs_whole(more: dict[str, Any], in_ch
     given = ({"architecture": "llama", "tied": False}, more | {"tied": False})
     jobs = [replace(GPT3, shape=GPT3.shape.model_copy(update=each)) for each in given]
     fsdp = replace(ONE, strategy="fsdp", dp=8, micro_batch=64)
-    llama, other = (memory_gib(job, fsdp, our_cost_model(job, "fsdp", kind="cuda"), num_shards=8) for job in jobs)
+    llama, other = (memory_gib(our_step(tiny_config(), job, fsdp, HOST)) for job in jobs)
     assert (other == llama) == in_chunks
     assert (other["logits"] < 25) == in_chunks
 
@@ -150,8 +153,7 @@ def test_attention_that_sees_both_sides_has_twice_the_products(architecture: str
     found = cluster_of(inventory(1, kind="cuda"), [1], precision="bf16")
     types = ("bert", architecture)
     jobs = [replace(GPT3, shape=GPT3.shape.model_copy(update={"architecture": each})) for each in types]
-    model = our_cost_model(GPT3, "ddp", kind="cuda")
-    bert, other = (step_s(job, ONE, model, found, num_shards=1)["attention"] for job in jobs)
+    bert, other = (step_s(our_step(tiny_config(), job, ONE, found))["attention"] for job in jobs)
     assert other == pytest.approx(share * bert)
 
 
@@ -160,18 +162,18 @@ def test_a_pipeline_holds_as_many_micro_batches_as_stages_and_pays_a_bubble() ->
     layout = replace(ONE, tp=8, pp=8, recompute="selective")
     flat = replace(layout, pp=1)
     model = MEGATRON.replaced(logit_bytes=0)
-    staged, whole = (memory_gib(GPT3, each, model, num_shards=1)["activations"] for each in (layout, flat))
+    staged, whole = (memory_gib(Step(GPT3, each, model, found))["activations"] for each in (layout, flat))
     assert staged == pytest.approx(whole, rel=0.02)
-    seconds = step_s(GPT3, layout, model, found, num_shards=1)
+    seconds = step_s(Step(GPT3, layout, model, found))
     working = sum(seconds.values()) - seconds["pipeline bubble"] - seconds["pp exposed"] - seconds["optimizer"]
     assert seconds["pipeline bubble"] / working == pytest.approx(7 / 64, rel=0.05), "the last stage has the output too"
-    interleaved = step_s(GPT3, replace(layout, stages_per_rank=3), model, found, num_shards=1)
+    interleaved = step_s(Step(GPT3, replace(layout, stages_per_rank=3), model, found))
     assert interleaved["pipeline bubble"] == pytest.approx(seconds["pipeline bubble"] / 3, rel=0.01)
 
 
 def test_stages_hold_the_whole_model_once_and_a_tied_embedding_twice() -> None:
     job = replace(GPT3, shape=GPT3.shape.model_copy(update={"layers": 96}))
-    stages = [rank_parameters(job, replace(ONE, pp=8), stage=stage) for stage in range(8)]
+    stages = [rank_parameters(job, replace(ONE, pp=8), stage) for stage in range(8)]
     words = job.shape.vocab_size * job.shape.width
     assert sum(stages) == job.shape.parameters + words
     assert stage_parameters(job, replace(ONE, pp=8)) == stages[0] == max(stages)
@@ -210,14 +212,12 @@ def test_muon_is_priced(strategy: Any, tp: int, messages: int) -> None:
     found = cluster_of(hypothetical_inventory("8x8xA100-80GB-SXM,8x200Gb"), [8] * 8, precision="bf16")
     layout = replace(ONE, strategy=strategy, tp=tp, dp=8)
     shards = 8 if strategy == "fsdp" else 1
-    adamw, muon = (
-        our_cost_model(GPT3, strategy, kind="cuda", is_undivided=tp == 1, muon=each) for each in (False, True)
-    )
-    kept = [memory_gib(GPT3, layout, each, num_shards=shards)["optimizer"] for each in (adamw, muon)]
+    steps = [our_step(tiny_config(train__optimizer=each), GPT3, layout, found) for each in ("adamw", "muon")]
+    kept = [memory_gib(replace(each, num_shards=shards))["optimizer"] for each in steps]
     hidden = GPT3.hidden_of_rank([96], range(1), tp=tp)
     assert hidden / stage_parameters(GPT3, layout) > 0.99
     assert (kept[0] - kept[1]) * 2**30 == pytest.approx(4 * hidden / shards, rel=1e-6)
-    before, after = (step_s(GPT3, layout, each, found, num_shards=8) for each in (adamw, muon))
+    before, after = map(step_s, steps)
     tokens = 8 * layout.accumulation * GPT3.context
     assert after["Muon's products"] / before["products"] == pytest.approx(5 * 12288 / tokens, rel=0.35)
     own = hidden / (8 if strategy == "fsdp" else 1)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.configs import inventory, tiny_config
 from training.planner.plan import make_plan
-from training.planner.pricing import host_copies_gib
+from training.planner.price.pricing import host_copies_gib
 from training.records.inventory import Host, Inventory
 
 

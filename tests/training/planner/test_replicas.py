@@ -16,7 +16,7 @@ from tests.support.configs import inventory, tiny_config
 from training.config.run import RunConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.plan import make_plan
-from training.planner.replicas import COMPUTING
+from training.planner.price.pricing import COMPUTING
 from training.records.inventory import Inventory
 from training.records.plan import Place
 from training.shards.packing import Epoch

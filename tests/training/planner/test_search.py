@@ -11,13 +11,12 @@ import pytest
 
 from tests.support.configs import inventory, tiny_config
 from training.config.run import RunConfig
-from training.planner.chosen_layout import describe_slower
 from training.planner.cluster import Cluster, Ring
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Layout
 from training.planner.plan import make_plan
-from training.planner.pricing import PricedLayout
-from training.planner.search import best_first
+from training.planner.price.pricing import PricedLayout, best_first
+from training.planner.reasons.layout import describe_slower
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 

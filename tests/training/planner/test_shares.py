@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from training.planner.shares import largest_that_fits, rebalanced, split_by_speed
+from training.facts.shares import largest_that_fits, rebalanced, split_by_speed
 
 
 def step_time(micro_batches: Sequence[int], speeds: Sequence[float]) -> float:

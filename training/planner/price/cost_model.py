@@ -10,42 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from training.config.parallel import IN_SHARDS, StrategyName
+from training.config.parallel import ParallelConfig
+from training.config.run import RunConfig
 from training.facts.families import has_family
-from training.planner.job import Job
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """The states that data-parallel ranks share: weights, gradients, optimizer state.
-
-    `stage`: ZeRO's (Rajbhandari et al. 2020, section 5): 1 shards the optimizer's state, 2 also gradients, 3 also
-    weights. `gathers`: of the whole weights in one micro-batch. `reduces_each`: gradients travel after each
-    micro-batch, not once a step. `gathers_update`: the updated weights travel after the step. `in_groups`: ranks do so
-    within their group only; groups add up gradients.
-    """
-
-    stage: int
-    gathers: int = 0
-    reduces_each: bool = False
-    gathers_update: bool = False
-    in_groups: bool = False
-
-
-SHARING: dict[str, Sharing] = {
-    "single": Sharing(stage=0),
-    "ddp": Sharing(stage=0),
-    # DeepSpeed 0.19 with overlap_comm on GPUs: stage 1 reduces beside the last backward, stage 2 beside each one, and
-    # stage 3 prefetches. Beside tp or pp zero1 is training/strategies/sharded_optimizer.py, which runs nothing in a
-    # layer's forward pass, and reduces in line after the last micro-batch.
-    "zero1": Sharing(stage=1, gathers_update=True),
-    "zero2": Sharing(stage=2, reduces_each=True, gathers_update=True),
-    "zero3": Sharing(stage=3, gathers=2, reduces_each=True),
-    "fsdp": Sharing(stage=3, gathers=2, reduces_each=True),
-    "hsdp": Sharing(stage=3, gathers=2, reduces_each=True, in_groups=True),
-    "local-sgd": Sharing(stage=0, in_groups=True),
-}
-ZERO_STAGE = {name: sharing.stage for name, sharing in SHARING.items()}
+from training.planner.job import Job, Layout
 
 
 @dataclass(frozen=True)
@@ -106,6 +74,8 @@ PASSES = {("cpu", True): 5.5, ("cpu", False): 6.5, ("cuda", True): 1.6, ("cuda",
 OP_S = {"cpu": 12e-6, "cuda": 8e-6}  # of the host, for each of a layer's operations: 20 compiled, 70 eager
 TORCH_GIB = {"cpu": 0.42, "cuda": 1.5}  # torch + transformers resident; CUDA context and NCCL buffers
 DEEPSPEED_GIB = 0.21  # resident besides
+MIN_ROWS = 64  # PowerSGD and others: a matrix of fewer columns is not worth its factors
+Kind = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -184,48 +154,40 @@ class CostModel:
         return replaced
 
 
-def our_cost_model(
-    job: Job,
-    strategy: StrategyName,
-    *,
-    kind: Literal["cpu", "cuda"],
-    is_undivided: bool = True,
-    compiled: bool = False,
-    sequence_parallel: bool = False,
-    bf16_residual: bool = False,
-    copies_gradients: bool = False,
-    bucket_bytes: float = 0.0,
-    reduce_bytes: float = 4.0,
-    across_bytes: float = 4.0,
-    muon: bool = False,
-) -> CostModel:
-    """The cost model of our own training program (training/strategies/) under `strategy`.
-
-    `is_undivided`: without tensor or pipeline parallelism.
-    """
-    travels_in_16_bits, low = _is_16_bit(strategy, job), job.precision != "fp32"
-    carried = "fp32" if not low else "16 bits" if travels_in_16_bits or bf16_residual else "autocast"
-    by_deepspeed = strategy.startswith("zero") and is_undivided
-    is_ours = strategy == "zero1" and not is_undivided
+def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> CostModel:
+    """The cost model of our own training program (training/strategies/) on devices of this kind."""
+    row, parallel, train = layout.row, config.parallel, config.train
+    compiled, muon = train.compile is True, train.optimizer == "muon"
+    # fsdp gathers weights in bf16 and carries bf16 from layer to layer (training/strategies/fsdp.py)
+    travels_in_16_bits, low = job.precision in {"bf16", "fp8"} and row.by_fsdp, job.precision != "fp32"
+    carried = "fp32" if not low else "16 bits" if travels_in_16_bits or train.residual == "bf16" else "autocast"
+    runs_whole = layout.is_undivided and not muon
+    by_deepspeed, is_ours = row.by_deepspeed and runs_whole, row.by_deepspeed and not runs_whole
+    copies_gradients = layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view
+    # DeepSpeed's overlap_comm fills one bucket while another travels
+    num_buckets = 3 if kind == "cuda" and row.by_deepspeed and row.stage < 3 and layout.is_undivided else 2
+    # between groups; those that drift synchronize only in outer steps
+    outer_bytes = (2.0 if parallel.compression == "bf16" else 4.0) / parallel.outer_every_steps
+    across_bytes = outer_bytes if row.drifts else 4.0
     family = has_family(job.shape)
     return CostModel(
         Program(
             kept=_our_kept(job, carried, kind=kind, compiled=compiled),
-            reduce_bytes=reduce_bytes,
+            reduce_bytes=_reduce_bytes(parallel, layout, job.shape.width),
             boundary_bytes=2.0 if carried == "16 bits" else 4.0,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=layout.sequence_parallel,
             chunked_logits=family,
-            gathers_embedding=family and strategy in IN_SHARDS,
+            gathers_embedding=family and row.by_fsdp,
             orthogonalizes=muon,
             gather_bytes=2.0 if travels_in_16_bits else 4.0,
         ),
         MemoryCosts(
             gradient_bytes=8.0 if copies_gradients else 4.0,
             hidden_optimizer_bytes=4.0 if muon else 8.0,
-            bucket_bytes=bucket_bytes if strategy != "single" else 0.0,
+            bucket_bytes=num_buckets * parallel.bucket_mib * 2**20,
             cast_bytes=2.0 if low else 0.0,
-            copy_bytes=4.0 if by_deepspeed and strategy != "zero3" else 0.0,
-            frees_before_gradients=strategy == "single",
+            copy_bytes=4.0 if by_deepspeed and row.stage < 3 else 0.0,
+            frees_before_gradients=not row.engine,
             logit_bytes=job.width_bytes if family else 12 + 2 * job.width_bytes,
             process_gib=TORCH_GIB[kind] + (DEEPSPEED_GIB if kind == "cpu" and by_deepspeed else 0.0),
             fragmentation=0.05 if kind == "cuda" else 0.0,
@@ -235,7 +197,7 @@ def our_cost_model(
             sustained=SUSTAINED[kind],
             passes=PASSES[kind, compiled],
             norm_bytes=EAGER_NORM_BYTES if kind == "cuda" and not compiled and job.is_gated else 0.0,
-            accumulated_bytes=_accumulated_bytes(strategy, job) if kind == "cuda" else 0.0,
+            accumulated_bytes=_accumulated_bytes(layout, job) if kind == "cuda" else 0.0,
             launching_s=OP_S[kind] * (20 if compiled else 70),
             skips_masked=kind == "cuda",
             scatters_sums=is_ours,
@@ -244,16 +206,27 @@ def our_cost_model(
     )
 
 
-def _accumulated_bytes(strategy: StrategyName, job: Job) -> float:
+def _reduce_bytes(parallel: ParallelConfig, layout: Layout, width: int) -> float:
+    """Bytes per gradient of an all-reduce that takes as long as DDP's compressed one (training/strategies)."""
+    if parallel.compression == "bf16" and not layout.row.drifts:
+        return 2.0
+    if parallel.compression == "topk":  # an index and a value each, to all others
+        return min(4.0, parallel.topk_ratio * 8 * layout.gradient_ranks / 2)
+    if parallel.compression == "powersgd":
+        return min(4.0, 8.0 * parallel.powersgd_rank / max(MIN_ROWS, width))
+    return 4.0
+
+
+def _accumulated_bytes(layout: Layout, job: Job) -> float:
     """Bytes moved per parameter and micro-batch: weights cast for products, gradients cast back and added up in fp32.
 
     Ranks that shard weights do so for what they gather: what lies between bytes of products and of messages.
     """
     cast = 0.0 if job.precision == "fp32" else 6.0
-    return 12.0 if SHARING[strategy].stage == 3 else 12.0 + 2 * cast
+    return 12.0 if layout.row.stage == 3 else 12.0 + 2 * cast
 
 
-def _our_kept(job: Job, carried: str, *, kind: Literal["cpu", "cuda"], compiled: bool) -> Kept:
+def _our_kept(job: Job, carried: str, *, kind: Kind, compiled: bool) -> Kept:
     """Return what a layer of ours keeps for the backward pass. `carried`: the precision of the residual stream."""
     architecture = job.shape.architecture if (job.shape.architecture, carried) in OUR_KEPT else "llama"
     kept = OUR_KEPT[architecture, carried]
@@ -263,8 +236,3 @@ def _our_kept(job: Job, carried: str, *, kind: Literal["cpu", "cuda"], compiled:
     if kind == "cuda" and (architecture, carried) == ("gpt2", "autocast"):
         kept = replace(kept, mlp=16)
     return replace(kept, mlp=kept.mlp * 0.8) if compiled else kept
-
-
-def _is_16_bit(strategy: StrategyName, job: Job) -> bool:
-    """fsdp gathers weights in bf16 and carries bf16 from layer to layer (training/strategies/fsdp.py)."""
-    return job.precision in {"bf16", "fp8"} and strategy in IN_SHARDS

@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from training.config.parallel import Precision, Stages
-from training.config.run import RunConfig
-from training.planner.cluster import ALIKE, Cluster, cluster_of
-from training.planner.corrections import Corrections, correct_memory, correct_seconds
-from training.planner.job import Job, Layout, Recompute
+from training.facts.shares import largest_that_fits, split_by_speed
+from training.planner.cluster import ALIKE, MEMORY_SHARE, Cluster, cluster_of
+from training.planner.corrections import correct_memory, correct_seconds
+from training.planner.job import Layout, Recompute
 from training.planner.precision import ChosenPrecision
-from training.planner.pricing import MEMORY_SHARE, PricedLayout, host_gib, memory_of, seconds_of
-from training.planner.shares import largest_that_fits, split_by_speed
+from training.planner.price.pricing import COMPUTING, PricedLayout, host_gib, memory_of, our_step
+from training.planner.price.step_time import step_s
+from training.planner.question import Question
 from training.records.correction import Correction
 from training.records.inventory import Device, Inventory
 from training.records.plan import even_stages
@@ -30,7 +30,6 @@ from training.records.plan import even_stages
 MAX_LENGTH = 8  # stages of a replica of unlike shape
 LENGTHS_TRIED = 2  # of pipelines of devices that are alike, the shortest that hold the model
 RUNS_COMBINED = 4  # of more runs of devices that are alike only the shortest of each are tried
-COMPUTING = ("products", "attention", "memory-bound", "recomputing")  # parts of a step that grow with a replica's share
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,18 +63,11 @@ Replica = tuple[Rank, ...]  # the unlike ranks of a data-parallel replica
 class RankPrices:
     """Prices layouts on so many ranks on each of the first hosts."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        job: Job,
-        inventory: Inventory,
-        ranks_per_host: tuple[int, ...],
-        precision: ChosenPrecision,
-        corrections: Corrections,
-    ) -> None:
-        self.config, self.job, self.precision, self.corrections = config, job, precision, corrections
-        self.run = cluster_of(inventory, ranks_per_host, precision=precision.common)
-        self.kinds, self.kind_of_rank = rank_devices(inventory, self.run, precision=precision)
+    def __init__(self, question: Question, ranks_per_host: tuple[int, ...]) -> None:
+        self.question, self.config, self.job = question, question.config, question.job
+        self.run = cluster_of(question.inventory, ranks_per_host, precision=question.precision.common)
+        self.kinds, self.kind_of_rank = rank_devices(question.inventory, self.run, precision=question.precision)
+        self.jobs = {kind.precision: replace(self.job, precision=kind.precision) for kind in self.kinds}
         self.hosts = [host for host, ranks in enumerate(ranks_per_host) for _ in range(ranks)]
         self.mean_tflops = fmean(self.kinds[kind].cluster.matmul_tflops for kind in self.kind_of_rank)
         self.seconds = functools.cache(self._seconds)
@@ -127,20 +119,13 @@ class RankPrices:
             return rank.device.cluster
         return replace(rank.device.cluster, ranks_per_host=(rank.on_host,) * self.run.num_hosts)
 
-    def job_of(self, rank: Rank) -> Job:
-        return self.job if rank.device.precision == self.job.precision else self._job_in(rank.device.precision)
-
-    @functools.cached_property
-    def _job_in(self) -> Any:
-        return functools.cache(lambda precision: replace(self.job, precision=precision))
-
     def correction(self, layout: Layout) -> Correction:
-        return self.corrections.of(self.config, layout)
+        return self.question.corrections.of(self.config, layout)
 
     def _seconds(self, layout: Layout, rank: Rank, micro_batch: int, accumulation: int) -> dict[str, float]:
         """Return the seconds of a step by part, if all ranks were like this one; corrected."""
         view = self._view(layout, rank, micro_batch, accumulation)
-        parts = seconds_of(self.config, self.job_of(rank), view, self._cluster(rank))
+        parts = step_s(our_step(self.config, self.jobs[rank.device.precision], view, self._cluster(rank)))
         return correct_seconds(parts, self.correction(layout))
 
     def _memory(self, layout: Layout, rank: Rank, micro_batch: int) -> dict[str, float]:
@@ -150,7 +135,7 @@ class RankPrices:
 
     def uncorrected_memory(self, layout: Layout, rank: Rank, micro_batch: int) -> dict[str, float]:
         view = self._view(layout, rank, micro_batch, rank.length or layout.accumulation)
-        return memory_of(self.config, self.job_of(rank), view, rank.device.cluster)
+        return memory_of(self.config, self.jobs[rank.device.precision], view, rank.device.cluster)
 
     def fits(self, layout: Layout, rank: Rank, micro_batch: int) -> bool:
         return sum(self.memory(layout, rank, micro_batch).values()) <= rank.device.usable_gib
@@ -183,13 +168,11 @@ class RankPrices:
         seconds of a step if all fit."""
         replicas = self.replicas(layout)
         sizes = self.shares(layout, replicas)
-        each = (
-            dict.fromkeys(zip(replicas, sizes, strict=True)) if len(replicas) > 1 else {(replicas[0], sizes[0]): None}
-        )
+        each = dict.fromkeys(zip(replicas, sizes, strict=True))
         rank, size = self.fullest(layout, each)
         memory, usable_gib = self.memory(layout, rank, size), rank.device.usable_gib
         view = layout if not layout.stages else self._view(layout, replicas[0][0], sizes[0], layout.accumulation)
-        on_host = host_gib(self.config, self.job, view, self.run) if layout.offload != "none" else 0.0
+        on_host = host_gib(our_step(self.config, self.job, view, self.run)) if layout.offload != "none" else 0.0
         unequal = sizes if len(set(sizes)) > 1 else ()
         priced = PricedLayout(
             replace(layout, micro_batch=max(sizes)),
@@ -207,11 +190,7 @@ class RankPrices:
     def fullest(self, layout: Layout, each: Iterable[tuple[Replica, int]]) -> tuple[Rank, int]:
         """Return the rank that has least memory to spare, and its micro-batch."""
         ranks = [(rank, size) for replica, size in each for rank in replica]
-        return (
-            ranks[0]
-            if len(ranks) == 1
-            else max(ranks, key=lambda pair: sum(self.memory(layout, *pair).values()) - pair[0].device.usable_gib)
-        )
+        return max(ranks, key=lambda pair: sum(self.memory(layout, *pair).values()) - pair[0].device.usable_gib)
 
     def step(self, layout: Layout, each: Sequence[tuple[Replica, int]]) -> dict[str, float]:
         """Return the seconds of a step by part: the slowest replica's, and the longest exchange between replicas."""
