@@ -26,7 +26,10 @@ class Engine(Protocol):
     encoder: TextEncoder  # by the rule of the model's training
     tokenizer: Tokenizer  # the encoder's, which decodes
     end_id: int  # the token that ends a document
-    grammars: Grammars | None  # compiles the grammars of its texts; None: it refuses them
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """Return what compiles the grammars of its texts; None: it refuses them."""
 
     @property
     def ready(self) -> bool:

@@ -83,8 +83,10 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
     async def prepared(body: CompletionRequest | ChatRequest, served: ServedVersion) -> Asked:
         """Do what takes long and needs no slot: a chat's rendering and tokens, and the compilation of a grammar."""
         try:
-            is_chat = isinstance(body, ChatRequest)
-            asked = await text.prepare(partial(_chat, body, served, text)) if is_chat else _completion(body, served)
+            if isinstance(body, ChatRequest):
+                asked = await text.prepare(partial(_chat, body, served, text))
+            else:
+                asked = _completion(body, served)
             if (grammar := body.grammar()) and served.engine.grammars:
                 compiled = await text.prepare(partial(served.grammars.compile, grammar), kind="grammar")
                 for _, sampling in asked.texts:
