@@ -19,13 +19,13 @@ from training.planner.model_shape import flops_per_token
 from training.planner.precision import ChosenPrecision, fp8_refusal, weakest_precision, with_whole_gradients
 from training.planner.pricing import MEMORY_SHARE, PricedLayout, job_of
 from training.planner.replicas import RankPrices, Replica
-from training.planner.search import Mesh, Ranking, best_by_kind, rank_layouts, why_ranks
+from training.planner.search import LISTED, Mesh, Ranking, best_by_kind, rank_layouts, why_ranks
 from training.planner.step_time import exposed_s
 from training.records.correction import Priced
 from training.records.inventory import Inventory
 from training.records.plan import DeviceShare, RankedLayout
 
-MAX_FITTING, MAX_UNFITTING = 8, 4  # layouts that a plan lists
+MAX_UNFITTING = 4  # layouts that a plan lists
 
 
 class DoesNotFit(ValueError):
@@ -511,7 +511,7 @@ def _cures(question: Question, precision: ChosenPrecision, ranking: Ranking) -> 
 
 
 def table(ranking: Ranking) -> tuple[RankedLayout, ...]:
-    fitting = best_by_kind(ranking.fitting)[:MAX_FITTING]
+    fitting = best_by_kind(ranking.fitting)[:LISTED]
     unfitting = best_by_kind(ranking.unfitting)[:MAX_UNFITTING]
     return tuple(_ranked(ranking, each) for each in (*fitting, *unfitting))
 

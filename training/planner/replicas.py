@@ -82,6 +82,12 @@ class RankPrices:
         self.memory = functools.cache(self._memory)
         self.largest = functools.cache(self._largest)
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether one replica's price is that of all, and no earlier run corrects it."""
+        alike = len(self.kinds) == 1 and isinstance(self.config.parallel.shares, str)
+        return alike and not self.corrections.by_kind
+
     def device(self, rank: int) -> RankDevice:
         return self.kinds[self.kind_of_rank[rank]]
 

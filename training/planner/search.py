@@ -7,7 +7,9 @@ A refusal is a sentence that says why something cannot be, with the numbers and 
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +31,7 @@ from training.records.words import counted
 AUTOMATIC: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
+LISTED = 8  # kinds of layouts that fit, in a plan
 TIED = 1.005  # closer predictions are not told apart, of layouts, hosts and precisions; wider ties cost time
 TIGHT, CLOSE = 0.9, 1.03  # a layout that takes more than so much of what is usable needs to be so much faster
 MAX_STAGES = 64
@@ -107,14 +110,14 @@ def _rank_meshes(
         return RankPrices(config, job, inventory, _filled(inventory, ranks), precision, corrections)
 
     def priced_on(some: Iterable[Mesh], may_win: Callable[[Layout], bool] = lambda layout: True) -> list[PricedLayout]:
-        return [
-            by_rank.price(layout)
+        return _price(
+            (by_rank, layout)
             for mesh in some
             if refusals[mesh] is None
             for by_rank in [prices(_num_ranks(config, inventory, mesh))]
             for layout in _layouts(config, shape, by_rank.run, mesh)
             if may_win(layout)
-        ]
+        )
 
     last_resort = {"zero3"} if config.parallel.strategy == "auto" and inventory.device_kind == "cuda" else set()
     interleaved = {mesh for mesh in meshes if mesh.stages_per_rank > 1 and not config.parallel.pp_stages_per_rank}
@@ -133,6 +136,36 @@ def _rank_meshes(
     unfitting = sorted((each for each in priced if not each.fits), key=lambda each: (each.missing_gib, each.needed_gib))
     refused = tuple(refusal for refusal in refusals.values() if refusal is not None)
     return Ranking(job, best_first(fitting), tuple(unfitting), refused, (LEFT_OUT,) if is_left_out else ())
+
+
+def _price(layouts: Iterable[tuple[RankPrices, Layout]]) -> list[PricedLayout]:
+    """Price the layouts, except those that save memory where the same ones without fit and are too slow to be listed.
+
+    On devices that are alike, saving memory takes time and nothing else; interleaved stages save the bubble at most.
+    """
+    asked = list(layouts)
+    found: dict[int, PricedLayout] = {}
+    best_s: dict[object, float] = {}  # by kind
+    least_s: dict[tuple[object, int, int], float] = {}  # that a layout takes, by what it recomputes and offloads
+    slowest_s = math.inf  # that may matter
+    savings = [(RECOMPUTE.index(layout.recompute), OFFLOAD.index(layout.offload)) for _, layout in asked]
+    for number in sorted(range(len(asked)), key=lambda number: sum(savings[number])):
+        (by_rank, layout), (recompute, offload) = asked[number], savings[number]
+        axes = (layout.tp, layout.pp, layout.cp, layout.stages_per_rank, layout.sequence_parallel)
+        same = (layout.strategy, *axes, layout.micro_batch)
+        less = ((recompute - 1, offload), (recompute, offload - 1), (recompute, min(0, offload - 1)))
+        bound_s = max(least_s.get((same, *each), 0.0) for each in less) if by_rank.are_alike else 0.0
+        if bound_s <= slowest_s:
+            found[number] = each = by_rank.price(layout)
+            bound_s = each.step_s - each.seconds.get("pipeline bubble", 0.0) if each.fits else 0.0
+            if each.fits and each.step_s < best_s.get(each.kind, slowest_s):
+                best_s[each.kind] = each.step_s
+                fastest = heapq.nsmallest(LISTED, best_s.values())
+                if len(fastest) == LISTED:
+                    slowest_s = max(fastest[-1], CLOSE * TIED * fastest[0])
+        key = (same, recompute, offload)
+        least_s[key] = min(bound_s, least_s.get(key, math.inf))
+    return [found[number] for number in sorted(found)]
 
 
 def _may_win_by_interleaving(priced: Iterable[PricedLayout]) -> Callable[[Layout], bool]:
