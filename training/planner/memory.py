@@ -8,6 +8,7 @@ added.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from training.planner.cost_model import SHARING, CostModel
@@ -65,11 +66,16 @@ def _layers_and_stages(job: Job, layout: Layout, *, stage: int) -> tuple[Sequenc
     if layout.at is not None:
         return layout.stages[layout.at[0]], range(stage, stage + 1)
     num_stages = layout.pp * layout.stages_per_rank
-    ends = 1 if layout.counts_ends and num_stages > 1 else 0
-    first, *others = even_stages(job.shape.layers + 2 * ends, num_stages)
+    return _like_stages(job.shape.layers, num_stages, layout.counts_ends), range(stage, num_stages, layout.pp)
+
+
+@functools.cache
+def _like_stages(num_layers: int, num_stages: int, counts_ends: bool) -> tuple[int, ...]:
+    ends = 1 if counts_ends and num_stages > 1 else 0
+    first, *others = even_stages(num_layers + 2 * ends, num_stages)
     layers = [first - ends, *others] if others else [first]
     layers[-1] -= ends
-    return layers, range(stage, num_stages, layout.pp)
+    return tuple(layers)
 
 
 def _optimizer_bytes(job: Job, layout: Layout, model: CostModel, *, stage: int, parameters: float) -> float:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from training.config.run import RunConfig
 from training.planner.cluster import PCIE_GB_PER_S, Cluster
@@ -65,7 +67,7 @@ class PricedLayout:
         axes = (layout.tp, layout.pp, layout.cp, layout.stages_per_rank, layout.sequence_parallel)
         return (layout.strategy, *axes, bool(layout.stages), layout.recompute, layout.offload)
 
-    @property
+    @cached_property
     def needed_gib(self) -> float:
         return sum(self.memory.values())
 
@@ -73,7 +75,7 @@ class PricedLayout:
     def fits(self) -> bool:
         return self.missing_gib <= 0
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         return sum(self.seconds.values())
 
@@ -86,7 +88,7 @@ class PricedLayout:
         """GiB that offloaded state lacks in the memory of hosts; at most 0 if it fits."""
         return self.host_gib - self.usable_host_gib
 
-    @property
+    @cached_property
     def missing_gib(self) -> float:
         """GiB that a device or a host lacks, whichever lacks more; at most 0 if the layout fits."""
         return max(self.needed_gib - self.usable_gib, self.host_missing_gib)
@@ -104,20 +106,23 @@ def job_of(config: RunConfig, shape: ModelShape, precision: str) -> Job:
 
 def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> CostModel:
     parallel = config.parallel
-    return our_cost_model(
-        job,
-        layout.strategy,
-        kind=cluster.kind,
-        is_undivided=layout.is_undivided and config.train.optimizer == "adamw",
-        compiled=config.train.compile is True,
-        sequence_parallel=layout.sequence_parallel,
-        bf16_residual=config.train.residual == "bf16",
-        copies_gradients=layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view,
-        bucket_bytes=_num_buckets(layout, kind=cluster.kind) * parallel.bucket_mib * 2**20,
-        reduce_bytes=_reduce_bytes(config, layout, job.shape.width),
-        across_bytes=_across_bytes(config, layout),
-        muon=config.train.optimizer == "muon",
-    )
+    fields: dict[str, Any] = {
+        "kind": cluster.kind,
+        "is_undivided": layout.is_undivided and config.train.optimizer == "adamw",
+        "compiled": config.train.compile is True,
+        "sequence_parallel": layout.sequence_parallel,
+        "bf16_residual": config.train.residual == "bf16",
+        "copies_gradients": layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view,
+        "bucket_bytes": _num_buckets(layout, kind=cluster.kind) * parallel.bucket_mib * 2**20,
+        "reduce_bytes": _reduce_bytes(config, layout, job.shape.width),
+        "across_bytes": _across_bytes(config, layout),
+        "muon": config.train.optimizer == "muon",
+    }
+    key = (layout.strategy, *fields.values())
+    if key not in job.cost_models:
+        job.cost_models[key] = our_cost_model(job, layout.strategy, **fields)
+    found: CostModel = job.cost_models[key]
+    return found
 
 
 def _num_buckets(layout: Layout, *, kind: str) -> int:
@@ -159,7 +164,8 @@ def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
 
 def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
     """Memory of a rank by part, in GiB, at the peak of the largest step."""
-    layout = replace(layout, accumulation=layout.accumulation * config.train.most_accumulated)
+    if config.train.batch_schedule:
+        layout = replace(layout, accumulation=layout.accumulation * config.train.most_accumulated)
     model, shards = cost_model_of(config, job, layout, cluster), num_shards(config, layout, cluster)
     parts = memory_gib(job, layout, model, num_shards=shards)
     parameters = stage_parameters(job, layout)
