@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -15,6 +16,7 @@ from training.planner.hypothetical_hosts import hypothetical_inventory
 EXAMPLE = Path(__file__).with_name("machines.yaml")
 COUNTS = (1, 2, 4, 8, 16)
 MOST_HOSTS = 1024  # of which a plan takes seconds
+NO_GPU = "; machines without an NVIDIA GPU cannot be quoted"
 OLD_DAYS = 90  # prices on demand of the same machines have changed by a third within as many
 
 
@@ -42,23 +44,28 @@ class Machine(Section):
 class Machines(Section):
     """The file: machines, and the currency of all prices."""
 
-    currency: str = Field(pattern=r"^[A-Z]{3}$")
-    machines: tuple[Machine, ...] = Field(min_length=1)
+    currency: str
+    machines: tuple[Machine, ...]
 
     @model_validator(mode="after")
     def refuse_what_cannot_be_planned(self) -> Self:
         names = [each.name for each in self.machines]
+        if not names:
+            raise ValueError("it has no machines: list one at least")
+        if not re.fullmatch("[A-Z]{3}", self.currency):
+            raise ValueError(f"currency = {self.currency}: write three capitals, such as EUR, for all prices")
         for each in self.machines:
             if names.count(each.name) > 1:
                 raise ValueError(f"{each.name} is there more than once: give each a name of its own")
-            if "+" in each.hosts:
-                raise ValueError(f"{each.name}: hosts = {each.hosts} are of several kinds: name one host of one kind")
+            if "+" in each.hosts or re.match(r"\d+x\d+x", each.hosts):
+                one = "write one host of one kind, such as 8xH100-80GB-SXM,400Gb, and in counts how many of them"
+                raise ValueError(f"{each.name}: hosts = {each.hosts}: {one}")
             for count in {min(each.tried), max(each.tried)}:
                 try:
                     hypothetical_inventory(each.text(count))
                 except ValueError as error:
                     why = str(error).removeprefix("--hosts: ").removeprefix("--hosts ")
-                    raise ValueError(f"{each.name}: {why}") from None
+                    raise ValueError(f"{each.name}: {why}{NO_GPU * (' is known' in why)}") from None
         return self
 
     def warnings(self, today: datetime.date) -> list[str]:
@@ -80,13 +87,17 @@ class Machines(Section):
 def read_machines(path: Path) -> Machines:
     """Read the file. Raises ValueError, naming the machine and the field, for one that cannot be used."""
     try:
-        return Machines.model_validate(yaml.safe_load(path.read_text()))
+        content = yaml.safe_load(path.read_text())
+        return Machines.model_validate(content if isinstance(content, dict) else {})
     except FileNotFoundError:
         raise ValueError(f"--machines {path} does not exist: copy {EXAMPLE}, an example, and fill it in") from None
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise ValueError(f"--machines {path} cannot be read as YAML: {error}") from None
     except ValidationError as error:
-        found = [(each["msg"].removeprefix("Value error, "), each["loc"]) for each in error.errors()]
-        places = [".".join(str(part + 1) if isinstance(part, int) else part for part in loc) for _, loc in found]
-        said = "; ".join(f"{place}: {why}" if place else why for place, (why, _) in zip(places, found, strict=True))
-        raise ValueError(f"--machines {path}: {said} ({EXAMPLE} is an example)") from None
+        unknown = f"there is no such field: a machine has {', '.join(Machine.model_fields)}, the file one currency"
+        found = []
+        for each in error.errors(include_input=False):
+            place = ".".join(str(part + 1) if isinstance(part, int) else part for part in each["loc"])
+            why = unknown if each["type"] == "extra_forbidden" else each["msg"].removeprefix("Value error, ")
+            found.append(f"{place}: {why}" if place else why)
+        raise ValueError(f"--machines {path}: {'; '.join(found)} ({EXAMPLE} is an example)") from None

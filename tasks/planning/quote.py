@@ -145,8 +145,9 @@ def make_quote(config: RunConfig, machines: Machines, goals: Goals, *, text: Seq
     ]
     cannot = {hosts: plan for hosts, plan in plans.items() if isinstance(plan, str)}
     if not found:
-        most = max(cannot, key=lambda hosts: hypothetical_inventory(hosts).num_devices)
-        raise ValueError(f"no plan is possible on any of these machines; on {most}: {cannot[most]}")
+        most = max(cannot, key=lambda hosts: sum(host.memory_gib for host in hypothetical_inventory(hosts).hosts))
+        where = f"no plan is possible on any of these machines; on {most}: " if len({*cannot.values()}) > 1 else ""
+        raise ValueError(f"{where}{cannot[most]}")
     rows = sorted(found, key=lambda row: (math.inf if row.cost is None else row.cost, row.train_s))
     cheapest = next((row for row in rows if row.meets_deadline and row.cost is not None), None)
     fastest = min((row for row in rows if row.meets_budget), key=lambda row: row.train_s, default=None)
@@ -295,11 +296,13 @@ def _verdict(
     if goals.deadline_s is not None:
         deadline, times = format_duration(goals.deadline_s), soonest.train_s / goals.deadline_s
         sure = next((row for row in rows if row.cost is not None and row.train_range_s[1] <= goals.deadline_s), None)
+        hours = soonest.train_s / 3600
+        needed = f"{math.ceil(hours)}h" if hours > 1 else f"{math.ceil(60 * hours)}m"
         if times > 1:
             yield (
                 f"none is done within {deadline}; the nearest is {said(soonest)}, {times:.2f} times as long: it would "
-                f"take --deadline {math.ceil(soonest.train_s / 3600)}h, or {math.ceil(soonest.num_hosts * times)} such "
-                "hosts if each did as much (`counts` in the file of machines)"
+                f"take --deadline {needed}, or {math.ceil(soonest.num_hosts * times)} such hosts if each did as much "
+                "(in the file of machines `counts`, and a network in `hosts`)"
             )
         elif cheapest is None:
             yield f"none that is done within {deadline} has a price; the fastest is {said(soonest)}"
@@ -317,10 +320,9 @@ def _verdict(
         elif nearest.cost is None:
             yield "no machine has a price, so none is known to keep to the budget"
         else:
-            fewer = math.ceil(100 * (1 - goals.budget / nearest.cost))
-            yield (
-                f"none costs at most {budget}; the nearest is {said(nearest)}: it would take --budget "
-                f"{math.ceil(nearest.cost)}, or {fewer}% fewer steps"
-            )
+            needed = f"{math.ceil(nearest.cost)}" if nearest.cost > 10 else f"{math.ceil(1e4 * nearest.cost) / 1e4:g}"
+            steps = f"{math.floor(nearest.steps * goals.budget / nearest.cost):,} of the {nearest.steps:,} steps"
+            why = f"none costs at most {budget}; the nearest is {said(nearest)}"
+            yield f"{why}: it would take --budget {needed}, or {steps}"
     if None not in goals and not any(row.meets for row in rows):
         yield "none meets both the deadline and the budget"
