@@ -4,52 +4,45 @@ from __future__ import annotations
 
 import datetime
 import math
-import multiprocessing
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tasks.display.numbers import format_money
-from tasks.hardware.machine import usable_cores
 from tasks.planning.machines import Machine, Machines
 from tasks.planning.plan import plan_run
 from tasks.planning.text import TextEstimate
 from training.config.run import RunConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.mixture import one_pass
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.words import format_duration
 from training.shards.packing import Epoch
 
-UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
+UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+DURATION = r"(\d+(?:\.\d+)?)\s*([mhdw])"
 ALWAYS = 24  # inventories that are planned in any case; beyond these, only those that could still be the answer
-AT_A_TIME = 8  # planned before the next look at which others could be
-WORTH_PROCESSES = 8  # plans of about 0.1 s each, for which other processes are started
-LIMITS = {
-    "products": "compute",
-    "Muon's products": "compute",
-    "attention": "compute",
-    "memory-bound": "memory bandwidth",
-    "optimizer": "memory bandwidth",
-    "recomputing": "memory size",
-    "offload": "memory size",
-}
+NEARLY = 0.97  # of the time with a faster network: a plan may take a layout that is 3% slower, for its memory
+LIMITS = dict.fromkeys(("products", "Muon's products", "attention"), "compute")
+LIMITS |= dict.fromkeys(("memory-bound", "optimizer"), "memory bandwidth")
+LIMITS |= dict.fromkeys(("recomputing", "offload"), "memory size")
 LEFT_OUT = (
     "times are of training steps alone: start-up, compiling, validation, checkpoints, evaluation, export and waiting "
     "for data come on top, as do storage, traffic and tax; machines stay rented throughout (no spot machines)"
 )
 
 
-class HostsPlan(Record):
-    """The prediction of a plan for some hosts. `hosts`: as `plan --hosts` takes them; ranges as the plan's of a step.
+class QuoteRow(Record):
+    """A number of machines, their plan and its cost. Ranges are the plan's of a step; None: no price, or not asked for.
 
-    `limited_by`: what takes most of a step; `limited_share`: its share; `compute_share`: of products and attention.
+    `hosts`: as `plan --hosts` takes them. `limited_by`: what takes most of a step; `limited_share`: its share.
     """
 
+    machine: str
+    num_hosts: int
     hosts: str
     gpu: str
     num_gpus: int
@@ -61,31 +54,12 @@ class HostsPlan(Record):
     steps: int
     tokens: int
     tokens_per_s: float
-    flops_per_token: float
     train_s: float
     train_range_s: tuple[float, float]
     memory_gib: float  # of a rank
     usable_gib: float
     limited_by: str
     limited_share: float
-    compute_share: float
-
-    @property
-    def layout(self) -> str:
-        """`hsdp dp 16 tp 2, micro-batch 4, bf16`."""
-        axes = "".join(f" {axis} {size}" for axis, size in self.mesh.items() if size > 1)
-        idle = "" if self.used_gpus == self.num_gpus else f", {self.num_gpus - self.used_gpus} GPUs idle"
-        return f"{self.strategy}{axes}, micro-batch {self.micro_batch}, {self.precision}{idle}"
-
-
-Answer = HostsPlan | str  # a str says why there is no plan
-
-
-class QuoteRow(HostsPlan):
-    """A number of machines with their plan and cost; None: no price, or not asked for."""
-
-    machine: str
-    num_hosts: int
     cost: float | None
     cost_range: tuple[float, float] | None
     meets_deadline: bool | None
@@ -98,6 +72,13 @@ class QuoteRow(HostsPlan):
     @property
     def name(self) -> str:
         return f"{self.num_hosts} x {self.machine}"
+
+    @property
+    def layout(self) -> str:
+        """`hsdp dp 16 tp 2, micro-batch 4, bf16`."""
+        axes = "".join(f" {axis} {size}" for axis, size in self.mesh.items() if size > 1)
+        idle = "" if self.used_gpus == self.num_gpus else f", {self.num_gpus - self.used_gpus} GPUs idle"
+        return f"{self.strategy}{axes}, micro-batch {self.micro_batch}, {self.precision}{idle}"
 
 
 class Quote(Record):
@@ -124,29 +105,27 @@ class Quote(Record):
 
 
 class Goals(NamedTuple):
-    """The deadline and the budget of a quote; None: none. `objectives` are tuples, the smallest is the best."""
+    """The deadline and the budget of a quote; None: none."""
 
     deadline_s: float | None
     budget: float | None
 
-    def objectives(self, seconds: float, cost: float | None) -> list[tuple[bool, float]]:
-        """Return whether the goal is missed, and what to make small: cost in time, time within the budget."""
+    def missed(self, seconds: float, cost: float | None) -> list[tuple[bool, float]]:
+        """Return for each goal whether it is missed, and what is to be small: cost in time, time within the budget."""
         cost, found = math.inf if cost is None else cost, []
         if self.deadline_s is not None:
-            late = seconds > self.deadline_s
-            found.append((late, seconds if late else cost))
+            found.append((True, seconds) if seconds > self.deadline_s else (False, cost))
         if self.budget is not None:
-            dear = cost > self.budget
-            found.append((dear, cost if dear else seconds))
+            found.append((True, cost) if cost > self.budget else (False, seconds))
         return found
 
 
 def read_deadline(text: str) -> float:
-    """Return the seconds of `7d`, `12h` or `90m`. Raises ValueError for other text."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([dhm])", text.strip())
-    if match is None or not float(match[1]):
-        raise ValueError(f"--deadline {text}: write days, hours or minutes: 7d, 12h or 90m")
-    return float(match[1]) * UNITS_S[match[2]]
+    """Return the seconds of `2w`, `7d`, `12h`, `90m` or `1d 12h`. Raises ValueError for other text."""
+    seconds = sum(float(number) * UNITS_S[unit] for number, unit in re.findall(DURATION, text.lower()))
+    if re.sub(DURATION, "", text.lower()).strip() or not 0 < seconds < math.inf:
+        raise ValueError(f"--deadline {text}: write weeks, days, hours or minutes: 2w, 7d, 12h or 90m")
+    return seconds
 
 
 def make_quote(config: RunConfig, machines: Machines, goals: Goals, *, text: Sequence[TextEstimate] = ()) -> Quote:
@@ -154,38 +133,37 @@ def make_quote(config: RunConfig, machines: Machines, goals: Goals, *, text: Seq
 
     Raises ValueError if nothing is asked for, or no machine can train it.
     """
-    if goals.deadline_s is None and goals.budget is None:
+    if goals == (None, None):
         raise ValueError("say when it must be done (--deadline 7d), what it may cost (--budget 5000), or both")
     if goals.budget is not None and not 0 < goals.budget < math.inf:
         raise ValueError(f"--budget {goals.budget:g}: give an amount above 0 {machines.currency}")
     config, notes = _of_fixed_length(config, text)
     offers = [(machine, count) for machine in machines.machines for count in machine.tried]
     plans, not_planned = _plan_all(config, offers, goals)
-    cannot = {hosts: why for hosts, why in plans.items() if isinstance(why, str)}
-    rows = [
-        _row(machine, count, plan, goals)
-        for machine, count in offers
-        if isinstance(plan := plans.get(machine.text(count)), HostsPlan)
+    found = [
+        _row(*offer, plan, goals) for offer in offers if isinstance(plan := plans.get(offer[0].text(offer[1])), RunPlan)
     ]
-    if not rows:
-        hosts, why = list(cannot.items())[-1]
-        raise ValueError(f"no plan is possible on any of these machines; on {hosts}: {why}")
-    rows.sort(key=lambda row: (math.inf if row.cost is None else row.cost, row.train_s))
-    in_time = _best(rows, Goals(goals.deadline_s, None))
-    affordable = _best(rows, Goals(None, goals.budget))
+    cannot = {hosts: plan for hosts, plan in plans.items() if isinstance(plan, str)}
+    if not found:
+        most = max(cannot, key=lambda hosts: sum(host.memory_gib for host in hypothetical_inventory(hosts).hosts))
+        where = f"no plan is possible on any of these machines; on {most}: " if len({*cannot.values()}) > 1 else ""
+        raise ValueError(f"{where}{cannot[most]}")
+    rows = sorted(found, key=lambda row: (math.inf if row.cost is None else row.cost, row.train_s))
+    cheapest = next((row for row in rows if row.meets_deadline and row.cost is not None), None)
+    fastest = min((row for row in rows if row.meets_budget), key=lambda row: row.train_s, default=None)
     return Quote(
         config=config.name,
         deadline_s=goals.deadline_s,
         budget=goals.budget,
         currency=machines.currency,
         rows=tuple(rows),
-        cheapest=in_time if in_time and in_time.meets_deadline and in_time.cost is not None else None,
-        fastest=affordable if affordable and affordable.meets_budget else None,
+        cheapest=cheapest,
+        fastest=fastest,
         cannot=cannot,
         not_planned=tuple(not_planned),
-        verdict=tuple(_verdict(rows, in_time, affordable, goals, machines.currency)),
+        verdict=tuple(_verdict(rows, cheapest, fastest, goals, machines.currency)),
         notes=(*machines.warnings(datetime.date.today()), *notes, LEFT_OUT),
-        price_sources=tuple(machines.sources),
+        price_sources=tuple(sorted({f"{e.source or 'no source'} ({e.date or 'no date'})" for e in machines.machines})),
     )
 
 
@@ -205,132 +183,108 @@ def _of_fixed_length(config: RunConfig, text: Sequence[TextEstimate]) -> tuple[R
     return config.model_copy(update={"train": train}), notes
 
 
-# Plans
+class Hosts(NamedTuple):
+    """All that a plan depends on of hosts that are alike. `gb_per_s`: of their network, 0 for a single one."""
+
+    gpu: str
+    gpus_per_host: int
+    host_memory_gib: float
+    number: int
+    gb_per_s: float
 
 
 def _plan_all(
     config: RunConfig, offers: Sequence[tuple[Machine, int]], goals: Goals
-) -> tuple[dict[str, Answer], list[str]]:
+) -> tuple[dict[str, RunPlan | str], list[str]]:
     """Return a plan, or why there is none, by hosts; and the hosts that could not be the answer any more.
 
-    The most promising by the rate and price of their GPUs come first. Beyond ALWAYS, hosts are left out that at their
-    best would still be no better than what is found.
+    The most promising by the rate and price of their GPUs come first. After ALWAYS the fastest do, and hosts are left
+    out that at their best would still be no better than what is found.
     """
-    prices: dict[str, float] = {}
+    kinds, inventories = dict[str, Hosts](), dict[Hosts, Inventory]()
+    prices, flops_per_s = defaultdict[Hosts, float](lambda: math.inf), dict[Hosts, float]()
     for machine, count in offers:
-        own = math.inf if machine.price_per_hour is None else count * machine.price_per_hour
-        prices[machine.text(count)] = min(own, prices.get(machine.text(count), math.inf))
-    gpus = {hosts: _gpus(hosts, fp8="fp8" in str(config.parallel.precision)) for hosts in prices}
-    plans: dict[str, Answer] = {}
+        inventory = hypothetical_inventory(machine.text(count))
+        host, gpu = inventory.hosts[0], inventory.hosts[0].devices[0]
+        gb_per_s = host.network_gb_per_s if count > 1 else 0.0
+        kind = kinds[machine.text(count)] = Hosts(gpu.name, len(host.devices), host.memory_gib, count, gb_per_s)
+        inventories[kind] = inventory
+        if machine.price_per_hour is not None:
+            prices[kind] = min(count * machine.price_per_hour, prices[kind])
+        rates = (
+            rate for name, rate in gpu.matmul_tflops.items() if name != "fp8" or "fp8" in config.parallel.precision
+        )
+        flops_per_s[kind] = 1e12 * max(rates) * inventory.num_devices
+    plans, seconds = dict[Hosts, RunPlan | str](), dict[Hosts, float]()
     best: list[tuple[bool, float]] = []
-    fewest_s: dict[str, float] = {}  # that one GPU of a kind would need to compute all steps, as planned so far
+    reached = defaultdict[str, float](float)  # FLOP/s of a GPU while it computes, the most of all plans
     flops = 0.0
 
-    def at_best(hosts: str) -> list[tuple[bool, float]]:
-        gpu, number, rate = gpus[hosts]
-        seconds = max(flops / rate, fewest_s.get(gpu, 0.0)) / number
-        return goals.objectives(seconds, seconds / 3600 * prices[hosts])
+    def may_be_better(kind: Hosts) -> bool:
+        fastest = min(flops_per_s[kind], inventories[kind].num_devices * (reached[kind.gpu] or math.inf))
+        no_slower = (seconds[each] for each in seconds if each[:-1] == kind[:-1] and each.gb_per_s >= kind.gb_per_s)
+        least_s = max(flops / fastest, *(NEARLY * each for each in no_slower), 0.0)
+        return any(map(tuple.__lt__, goals.missed(least_s, least_s / 3600 * prices[kind]), best))
 
-    pending = sorted(prices, key=lambda hosts: prices[hosts] / gpus[hosts][1] / gpus[hosts][2])
-    with _mapped(partial(_plan_on, config), number=len(pending)) as plan_each:
-        while pending:
-            size = AT_A_TIME if plans else ALWAYS
-            for hosts, plan in zip(pending[:size], plan_each(pending[:size]), strict=True):
-                plans[hosts] = plan
-                if isinstance(plan, HostsPlan):
-                    flops = plan.flops_per_token * plan.tokens
-                    computing_s = plan.compute_share * plan.train_s * plan.used_gpus
-                    fewest_s[plan.gpu] = min(computing_s, fewest_s.get(plan.gpu, math.inf))
-                    found = goals.objectives(plan.train_s, plan.train_s / 3600 * prices[hosts])
-                    best = [min(pair) for pair in zip(best or found, found, strict=True)]
-            pending = pending[size:]
-            if best:
-                pending = [hosts for hosts in pending if any(map(tuple.__lt__, at_best(hosts), best))]
-    return plans, sorted(set(prices) - set(plans))
+    promising = sorted(inventories, key=lambda kind: prices[kind] / flops_per_s[kind])
+    fast = sorted(promising[ALWAYS:], key=lambda kind: (-flops_per_s[kind], -kind.gb_per_s))
+    for kind in (*promising[:ALWAYS], *fast):
+        if len(plans) >= ALWAYS and best and not may_be_better(kind):
+            continue
+        try:
+            plan = plans[kind] = plan_run(config, inventory=inventories[kind])
+        except ValueError as why:
+            plans[kind] = str(why)
+            continue
+        flops, seconds[kind] = plan.predicted.flops_per_token * plan.tokens, plan.predicted.train_s
+        computing_s = _limits(plan)["compute"] * seconds[kind] * plan.world_size
+        reached[kind.gpu] = max(flops / computing_s, reached[kind.gpu])
+        found = goals.missed(seconds[kind], seconds[kind] / 3600 * prices[kind])
+        best = [*map(min, best or found, found)]
+    planned = {hosts: plans[kind] for hosts, kind in kinds.items() if kind in plans}
+    return planned, sorted(kinds.keys() - planned.keys())
 
 
-def _gpus(hosts: str, *, fp8: bool) -> tuple[str, int, float]:
-    """Return the GPU's name, their number, and the FLOP/s of one in large matrix products, in its fastest precision."""
+def _limits(plan: RunPlan) -> dict[str, float]:
+    """Return the share of a step that each thing limits."""
+    found, step_s = defaultdict[str, float](float), plan.predicted.step_s
+    for part, seconds in step_s.items():
+        found["communication" if "exposed" in part else LIMITS.get(part, part)] += seconds / sum(step_s.values())
+    return found
+
+
+def _row(machine: Machine, count: int, plan: RunPlan, goals: Goals) -> QuoteRow:
+    hosts, limits, predicted = machine.text(count), _limits(plan), plan.predicted
     inventory = hypothetical_inventory(hosts)
-    device = inventory.hosts[0].devices[0]
-    rate = max(tflops for precision, tflops in device.matmul_tflops.items() if fp8 or precision != "fp8")
-    return device.name, inventory.num_devices, 1e12 * rate
-
-
-@contextmanager
-def _mapped(plan: Callable[[str], Answer], *, number: int) -> Iterator[Callable[..., Iterable[Answer]]]:
-    """Give what maps `plan` over hosts: in a process for each core, where there is enough to do."""
-    cores = min(usable_cores(), number)
-    if cores < 2 or number < WORTH_PROCESSES:
-        yield partial(map, plan)
-        return
-    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("fork")) as pool:  # what is imported stays
-        yield partial(pool.map, plan)
-
-
-def _plan_on(config: RunConfig, hosts: str) -> Answer:
-    """Return what `plan --hosts` predicts, or why it refuses."""
-    inventory = hypothetical_inventory(hosts)
-    try:
-        plan = plan_run(config, inventory=inventory)
-    except ValueError as error:
-        return str(error)
-    chosen, predicted = plan.ranking[0], plan.predicted
-    by_limit: dict[str, float] = defaultdict(float)
-    for part, seconds in predicted.step_s.items():
-        by_limit["communication" if "exposed" in part else LIMITS.get(part, part)] += seconds
-    limit = max(by_limit, key=by_limit.__getitem__)
+    limit = max(limits, key=limits.__getitem__)
     least, most = (ms / 1000 * plan.steps for ms in predicted.step_range_ms)
-    return HostsPlan(
+    per_s = None if machine.price_per_hour is None else count * machine.price_per_hour / 3600
+    cost = None if per_s is None else per_s * predicted.train_s
+    return QuoteRow(
+        machine=machine.name,
+        num_hosts=count,
         hosts=hosts,
         gpu=inventory.hosts[0].devices[0].name,
         num_gpus=inventory.num_devices,
         used_gpus=plan.world_size,
-        strategy=plan.strategy,
-        mesh=plan.mesh,
-        micro_batch=plan.micro_batch,
+        **{field: getattr(plan, field) for field in ("strategy", "mesh", "micro_batch", "steps", "tokens")},
         precision=plan.describe_precision,
-        steps=plan.steps,
-        tokens=plan.tokens,
         tokens_per_s=predicted.tokens_per_s,
-        flops_per_token=predicted.flops_per_token,
         train_s=predicted.train_s,
         train_range_s=(least, most),
-        memory_gib=chosen.memory_gib,
-        usable_gib=chosen.usable_gib,
+        memory_gib=plan.ranking[0].memory_gib,
+        usable_gib=plan.ranking[0].usable_gib,
         limited_by=limit,
-        limited_share=by_limit[limit] / sum(by_limit.values()),
-        compute_share=by_limit["compute"] / sum(by_limit.values()),
-    )
-
-
-def _row(machine: Machine, count: int, plan: HostsPlan, goals: Goals) -> QuoteRow:
-    per_s = None if machine.price_per_hour is None else count * machine.price_per_hour / 3600
-    cost = None if per_s is None else per_s * plan.train_s
-    least, most = plan.train_range_s
-    return QuoteRow(
-        **plan.model_dump(),
-        machine=machine.name,
-        num_hosts=count,
+        limited_share=limits[limit],
         cost=cost,
         cost_range=None if per_s is None else (per_s * least, per_s * most),
-        meets_deadline=None if goals.deadline_s is None else plan.train_s <= goals.deadline_s,
+        meets_deadline=None if goals.deadline_s is None else predicted.train_s <= goals.deadline_s,
         meets_budget=None if goals.budget is None else cost is not None and cost <= goals.budget,
     )
 
 
-# What follows
-
-
-def _best(rows: Sequence[QuoteRow], goal: Goals) -> QuoteRow | None:
-    """Return the row that is best for this goal, whether it meets it or comes nearest; None if there is no goal."""
-    if goal == (None, None):
-        return None
-    return min(rows, key=lambda row: (goal.objectives(row.train_s, row.cost), row.train_s))
-
-
 def _verdict(
-    rows: Sequence[QuoteRow], in_time: QuoteRow | None, affordable: QuoteRow | None, goals: Goals, currency: str
+    rows: Sequence[QuoteRow], cheapest: QuoteRow | None, fastest: QuoteRow | None, goals: Goals, currency: str
 ) -> Iterator[str]:
     """Yield sentences: the best row for each goal, or the nearest one and what it would take."""
 
@@ -338,40 +292,37 @@ def _verdict(
         cost = "no price" if row.cost is None else format_money(row.cost, currency)
         return f"{row.name} ({row.layout}): {format_duration(row.train_s)}, {cost}"
 
-    if in_time and goals.deadline_s is not None:
-        deadline = format_duration(goals.deadline_s)
-        if in_time.meets_deadline:
-            yield f"the cheapest within {deadline}: {said(in_time)}"
-            yield from _if_slow(rows, in_time, goals.deadline_s, said)
-        else:
-            times = in_time.train_s / goals.deadline_s
-            hosts = math.ceil(in_time.num_hosts * times)
+    soonest = min(rows, key=lambda row: row.train_s)
+    if goals.deadline_s is not None:
+        deadline, times = format_duration(goals.deadline_s), soonest.train_s / goals.deadline_s
+        sure = next((row for row in rows if row.cost is not None and row.train_range_s[1] <= goals.deadline_s), None)
+        hours = soonest.train_s / 3600
+        needed = f"{math.ceil(hours)}h" if hours > 1 else f"{math.ceil(60 * hours)}m"
+        if times > 1:
             yield (
-                f"none is done within {deadline}; the nearest is {said(in_time)}, {times:.2f} times as long: it would "
-                f"take --deadline {math.ceil(in_time.train_s / 3600)}h, or {hosts} such hosts if each did as much "
-                "(`counts` in the file of machines)"
+                f"none is done within {deadline}; the nearest is {said(soonest)}, {times:.2f} times as long: it would "
+                f"take --deadline {needed}, or {math.ceil(soonest.num_hosts * times)} such hosts if each did as much "
+                "(in the file of machines `counts`, and a network in `hosts`)"
             )
-    if affordable and goals.budget is not None:
-        budget = format_money(goals.budget, currency)
-        if affordable.meets_budget:
-            yield f"the fastest for {budget}: {said(affordable)}"
-        elif affordable.cost is None:
+        elif cheapest is None:
+            yield f"none that is done within {deadline} has a price; the fastest is {said(soonest)}"
+        else:
+            yield f"the cheapest within {deadline}: {said(cheapest)}"
+            if cheapest is not sure:
+                slowest = format_duration(cheapest.train_range_s[1])
+                yield f"should it be as slow as its range allows, that takes {slowest}, too long" + (
+                    f"; the cheapest whose whole range is in time: {said(sure)}" if sure else ""
+                )
+    if goals.budget is not None:
+        budget, nearest = format_money(goals.budget, currency), rows[0]
+        if fastest is not None:
+            yield f"the fastest for {budget}: {said(fastest)}"
+        elif nearest.cost is None:
             yield "no machine has a price, so none is known to keep to the budget"
         else:
-            yield (
-                f"none costs at most {budget}; the nearest is {said(affordable)}: it would take --budget "
-                f"{math.ceil(affordable.cost)}, or {1 - goals.budget / affordable.cost:.0%} fewer steps"
-            )
+            needed = f"{math.ceil(nearest.cost)}" if nearest.cost > 10 else f"{math.ceil(1e4 * nearest.cost) / 1e4:g}"
+            steps = f"{math.floor(nearest.steps * goals.budget / nearest.cost):,} of the {nearest.steps:,} steps"
+            why = f"none costs at most {budget}; the nearest is {said(nearest)}"
+            yield f"{why}: it would take --budget {needed}, or {steps}"
     if None not in goals and not any(row.meets for row in rows):
         yield "none meets both the deadline and the budget"
-
-
-def _if_slow(
-    rows: Sequence[QuoteRow], chosen: QuoteRow, deadline_s: float, said: Callable[[QuoteRow], str]
-) -> Iterator[str]:
-    """Yield what is sure to be in time, if the slow end of the chosen row's range is not."""
-    if chosen.train_range_s[1] <= deadline_s:
-        return
-    late = f"should it be as slow as its range allows, that takes {format_duration(chosen.train_range_s[1])}, too long"
-    sure = next((row for row in rows if row.train_range_s[1] <= deadline_s), None)
-    yield f"{late}; the cheapest whose whole range is in time: {said(sure)}" if sure else late

@@ -94,7 +94,7 @@ class BoundedProtocol(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             reply = refusal("/v1", 400, NO_HTTP)
             head = h11.Response(status_code=400, headers=[*reply.raw_headers, (b"connection", b"close")])
-            for event in (head, h11.Data(data=reply.body), h11.EndOfMessage()):
+            for event in (head, h11.Data(data=bytes(reply.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

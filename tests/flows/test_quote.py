@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,6 @@ def test_a_row_is_the_plan_for_its_hosts(quoted: Quote) -> None:
 def test_the_marked_rows_are_the_best_of_all(always: int, quoted: Quote, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where hosts that cannot be the answer are not planned."""
     monkeypatch.setattr(quoting, "ALWAYS", always)
-    monkeypatch.setattr(quoting, "AT_A_TIME", 1)
     priced = [row for row in quoted.rows if row.cost is not None]
     times, costs = sorted(row.train_s for row in priced), sorted(row.cost or 0 for row in priced)
     for deadline_s in (0.5 * times[0], 1.01 * times[0], 1.01 * times[-1]):
@@ -81,13 +79,36 @@ def test_the_marked_rows_are_the_best_of_all(always: int, quoted: Quote, monkeyp
 
 def test_what_the_nearest_would_take_is_enough(quoted: Quote) -> None:
     nearest = min(quoted.rows, key=lambda row: row.train_s)
-    hours = math.ceil(nearest.train_s / 3600)
     missed = make_quote(small(), Machines.model_validate(MACHINES), Goals(0.9 * nearest.train_s, None))
     assert missed.cheapest is None
-    assert f"--deadline {hours}h" in missed.verdict[0]
     assert nearest.name in missed.verdict[0]
-    met = make_quote(small(), Machines.model_validate(MACHINES), Goals(3600.0 * hours, None))
-    assert met.cheapest is not None
+    needed = missed.verdict[0].partition("--deadline ")[2].partition(",")[0]
+    assert (
+        make_quote(small(), Machines.model_validate(MACHINES), Goals(read_deadline(needed), None)).cheapest is not None
+    )
+    least = min(row.cost for row in quoted.rows if row.cost is not None)
+    dear = make_quote(small(), Machines.model_validate(MACHINES), Goals(None, 0.4 * least))
+    needed = dear.verdict[0].partition("--budget ")[2].partition(",")[0]
+    assert dear.fastest is None
+    assert make_quote(small(), Machines.model_validate(MACHINES), Goals(None, float(needed))).fastest is not None
+
+
+def test_without_prices_the_fastest_is_said_and_no_picture_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory without a network is one host; a number of hosts that is given twice is one row."""
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "runs"))
+    file = tmp_path / "machines.yaml"
+    own = [{"name": "own", "hosts": "1xA10,64GiB"}, {"name": "lent", "hosts": "1xL4", "counts": [1, 1]}]
+    file.write_text(yaml.safe_dump({"currency": "EUR", "machines": own}))
+    assert main(["quote", "quickstart", "train.steps=1000", "--deadline", "1W", "--machines", str(file), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [row["num_hosts"] for row in answer["rows"]] == [1, 1]
+    assert answer["verdict"][0].startswith("none that is done within 7 d has a price; the fastest is 1 x own")
+    assert (answer["cheapest"], answer["picture"]) == (None, "")
+    file.write_text("")
+    assert main(["quote", "quickstart", "--deadline", "1w", "--machines", str(file)]) == 2
+    assert "currency: Field required; machines: Field required" in capsys.readouterr().err
 
 
 def test_epochs_count_where_the_text_is_known() -> None:
@@ -136,21 +157,34 @@ def test_the_example_is_read_and_dated() -> None:
 
 
 def test_deadlines() -> None:
-    assert [read_deadline(text) for text in ("7d", "12h", "90m", "1.5 d")] == [604_800, 43_200, 5400, 129_600]
+    assert [read_deadline(text) for text in ("7d", "12h", "90m", "1.5 d", "1w", "1D 12h")] == [
+        604_800,
+        43_200,
+        5400,
+        129_600,
+        604_800,
+        129_600,
+    ]
 
 
 @pytest.mark.parametrize(
     ("words", "machine", "said"),
     [
-        (["--deadline", "7 parsecs"], {}, "--deadline 7 parsecs: write days, hours or minutes"),
+        (["--deadline", "7 parsecs"], {}, "--deadline 7 parsecs: write weeks, days, hours or minutes"),
         (["--deadline", "0d"], {}, "--deadline 0d"),
         (["--budget", "-5"], {}, "--budget -5: give an amount above 0"),
+        (["--budget", "0"], {}, "--budget 0: give an amount above 0 EUR"),
         ([], {}, "--deadline 7d"),
         (["--deadline", "7d"], {"hosts": "8xH1000"}, "h100: no GPU named 'H1000' is known; did you mean"),
+        (["--deadline", "7d"], {"hosts": "1xCPU"}, "machines without an NVIDIA GPU cannot be quoted"),
+        (["--deadline", "7d"], {"hosts": "2x8xH100-80GB-SXM,400Gb"}, "write one host of one kind"),
+        (["--deadline", "7d"], {"hosts": "8xH100-80GB-SXM,400Gb+1x4xRTX-3090"}, "write one host of one kind"),
         (["--deadline", "7d"], {"hosts": "8xH100-80GB-SXM", "counts": [2]}, "h100: 2x8xH100-80GB-SXM: 2 hosts need"),
-        (["--deadline", "7d"], {"counts": [0]}, "h100: '0x8xH100-80GB-SXM,400Gb' has no hosts"),
+        (["--deadline", "7d"], {"counts": [0]}, "machines.1.counts.1: Input should be greater than or equal to 1"),
         (["--deadline", "7d"], {"price_per_hour": -1}, "machines.1.price_per_hour: Input should be greater than"),
-        (["--deadline", "7d"], {"price": 3}, "machines.1.price: Extra inputs are not permitted"),
+        (["--deadline", "7d"], {"price_per_hour": "$3"}, "machines.1.price_per_hour: Input should be a valid number"),
+        (["--deadline", "7d"], {"counts": [1_000_000_000]}, "machines.1.counts.1: Input should be less than"),
+        (["--deadline", "7d"], {"currency": "USD"}, "machines.1.currency: there is no such field: a machine has name"),
         (["--deadline", "7d"], {"name": "4090"}, "4090 is there more than once"),
     ],
 )

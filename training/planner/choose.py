@@ -13,7 +13,7 @@ from training.planner.corrections import describe_kind, exposed_s
 from training.planner.job import Layout
 from training.planner.model_shape import flops_per_token
 from training.planner.precision import ChosenPrecision, fp8_refusal, with_whole_gradients
-from training.planner.price.pricing import DoesNotFit, PricedLayout, Ranking, best_by_kind
+from training.planner.price.pricing import LISTED, DoesNotFit, PricedLayout, Ranking, best_by_kind
 from training.planner.price.replicas import RankPrices, Replica
 from training.planner.question import Question
 from training.planner.reasons.layout import too_few, why_chosen, why_not_any, why_shares
@@ -21,7 +21,7 @@ from training.planner.reasons.refusals import check_communication, choose_groups
 from training.planner.search import rank_layouts
 from training.records.plan import DeviceShare, RankedLayout
 
-MAX_FITTING, MAX_UNFITTING = 8, 4  # layouts that a plan lists
+MAX_UNFITTING = 4  # layouts that a plan lists
 
 
 def choose_layout(question: Question) -> ChosenLayout:
@@ -153,7 +153,7 @@ def resolve(config: RunConfig, layout: Layout, *, group_ranks: int) -> RunConfig
 
 
 def table(ranking: Ranking) -> tuple[RankedLayout, ...]:
-    fitting = best_by_kind(ranking.fitting)[:MAX_FITTING]
+    fitting = best_by_kind(ranking.fitting)[:LISTED]
     unfitting = best_by_kind(ranking.unfitting)[:MAX_UNFITTING]
     return tuple(_ranked(ranking, each) for each in (*fitting, *unfitting))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 from typing import Literal
@@ -122,7 +122,7 @@ class Cluster:
         """
         per_host = self.most_on_a_host
         if ranks * stride <= per_host or self.num_hosts == 1:
-            return replace(self.inside, hops=self._hops(ranks, num_hosts=1))
+            return Ring(self.inside.gb_per_s, self.inside.latency_us, self._hops(ranks, num_hosts=1))
         num_sharing = min(stride, per_host)
         gb_per_s = self.network.gb_per_s / num_sharing
         if per_host > 1 and stride < per_host:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from training.config.parallel import Precision, Stages
 from training.config.run import RunConfig
@@ -82,6 +82,11 @@ class Job:
         if key not in self._of_ranks:
             self._of_ranks[key] = self._count_rank(*key)
         return self._of_ranks[key]
+
+    @cached_property
+    def cost_models(self) -> dict[tuple[object, ...], Any]:
+        """Return those of the training programs that were priced so far (pricing.py)."""
+        return {}
 
     @cached_property
     def _of_ranks(self) -> dict[tuple[tuple[int, ...], range, int], float]:

@@ -6,7 +6,9 @@ Tensor parallelism stays inside a host, pipelines and replicas go across. Whatev
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ from training.facts.families import why_not
 from training.facts.strategies import STRATEGIES, StrategyName, having, offloads
 from training.planner.cluster import Cluster
 from training.planner.job import Layout, Mesh, Offload, Recompute
-from training.planner.price.pricing import PricedLayout, Ranking, best_first
+from training.planner.price.pricing import CLOSE, LISTED, TIED, PricedLayout, Ranking, best_first
 from training.planner.price.replicas import RankPrices
 from training.planner.question import Question
 from training.planner.reasons.refusals import LEFT_OUT, accumulation_refusal, accumulations, check_stages, mesh_refusal
@@ -56,14 +58,14 @@ def _rank_meshes(question: Question, cps: Sequence[int]) -> Ranking:
         return RankPrices(question, question.ranks_per_host(ranks))
 
     def priced_on(some: Iterable[Mesh], may_win: Callable[[Layout], bool] = lambda layout: True) -> list[PricedLayout]:
-        return [
-            by_rank.price(layout)
+        return _price(
+            (by_rank, layout)
             for mesh in some
             if refusals[mesh] is None
             for by_rank in [prices(question.num_ranks(mesh))]
             for layout in _layouts(question, by_rank.run, mesh)
             if may_win(layout)
-        ]
+        )
 
     on_gpus = question.inventory.device_kind == "cuda"
     last_resort = set(having("cannot_compile")) if config.parallel.strategy == "auto" and on_gpus else set()
@@ -88,6 +90,36 @@ def _rank_meshes(question: Question, cps: Sequence[int]) -> Ranking:
         refused=tuple(refusal for refusal in refusals.values() if refusal is not None),
         left_out=(LEFT_OUT,) if is_left_out else (),
     )
+
+
+def _price(layouts: Iterable[tuple[RankPrices, Layout]]) -> list[PricedLayout]:
+    """Price the layouts, except those that save memory where the same ones without fit and are too slow to be listed.
+
+    On devices that are alike, saving memory takes time and nothing else; interleaved stages save the bubble at most.
+    """
+    asked = list(layouts)
+    found: dict[int, PricedLayout] = {}
+    best_s: dict[object, float] = {}  # by kind
+    least_s: dict[tuple[object, int, int], float] = {}  # that a layout takes, by what it recomputes and offloads
+    slowest_s = math.inf  # that may matter
+    savings = [(RECOMPUTE.index(layout.recompute), OFFLOAD.index(layout.offload)) for _, layout in asked]
+    for number in sorted(range(len(asked)), key=lambda number: sum(savings[number])):
+        (by_rank, layout), (recompute, offload) = asked[number], savings[number]
+        axes = (layout.tp, layout.pp, layout.cp, layout.stages_per_rank, layout.sequence_parallel)
+        same = (layout.strategy, *axes, layout.micro_batch)
+        less = ((recompute - 1, offload), (recompute, offload - 1), (recompute, min(0, offload - 1)))
+        bound_s = max(least_s.get((same, *each), 0.0) for each in less) if by_rank.are_alike else 0.0
+        if bound_s <= slowest_s:
+            found[number] = each = by_rank.price(layout)
+            bound_s = each.step_s - each.seconds.get("pipeline bubble", 0.0) if each.fits else 0.0
+            if each.fits and each.step_s < best_s.get(each.kind, slowest_s):
+                best_s[each.kind] = each.step_s
+                fastest = heapq.nsmallest(LISTED, best_s.values())
+                if len(fastest) == LISTED:
+                    slowest_s = max(fastest[-1], CLOSE * TIED * fastest[0])
+        key = (same, recompute, offload)
+        least_s[key] = min(bound_s, least_s.get(key, math.inf))
+    return [found[number] for number in sorted(found)]
 
 
 def _may_win_by_interleaving(priced: Iterable[PricedLayout]) -> Callable[[Layout], bool]:

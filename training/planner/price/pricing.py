@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from training.config.run import RunConfig
 from training.planner.cluster import MEMORY_SHARE, PCIE_GB_PER_S, Cluster
@@ -21,6 +22,7 @@ COPIES_KEPT = 2  # in the memory of hosts: the newest whole one, and the one tha
 WRITTEN_GB_PER_S, EXCHANGED_GB_PER_S = 0.8, 0.9
 COMPUTING = ("products", "attention", "memory-bound", "recomputing")  # parts of a step that grow with a replica's share
 TIED = 1.005  # closer predictions are not told apart, of layouts, hosts and precisions; wider ties cost time
+LISTED = 8  # kinds of layouts that fit, in a plan
 TIGHT, CLOSE = 0.9, 1.03  # a layout that takes more than so much of what is usable needs to be so much faster
 UNCORRECTED = Correction()
 
@@ -63,7 +65,7 @@ class PricedLayout:
         axes = (layout.tp, layout.pp, layout.cp, layout.stages_per_rank, layout.sequence_parallel)
         return (layout.strategy, *axes, bool(layout.stages), layout.recompute, layout.offload)
 
-    @property
+    @cached_property
     def needed_gib(self) -> float:
         return sum(self.memory.values())
 
@@ -71,7 +73,7 @@ class PricedLayout:
     def fits(self) -> bool:
         return self.missing_gib <= 0
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         return sum(self.seconds.values())
 
@@ -84,7 +86,7 @@ class PricedLayout:
         """GiB that offloaded state lacks in the memory of hosts; at most 0 if it fits."""
         return self.host_gib - self.usable_host_gib
 
-    @property
+    @cached_property
     def missing_gib(self) -> float:
         """GiB that a device or a host lacks, whichever lacks more; at most 0 if the layout fits."""
         return max(self.needed_gib - self.usable_gib, self.host_missing_gib)
@@ -141,8 +143,11 @@ def best_by_kind(layouts: Iterable[PricedLayout]) -> list[PricedLayout]:
 
 def our_step(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> Step:
     """Return a step of our own training program."""
-    model = our_cost_model(config, job, layout, cluster.kind)
-    return Step(job, layout, model, cluster, num_shards(config, layout, cluster))
+    # What it depends on of a layout, and of configs with the same job; it is asked for thousands of times in a plan.
+    own = (layout.strategy, layout.is_undivided, layout.pp == 1, layout.gradient_ranks, layout.sequence_parallel)
+    if (key := (cluster.kind, config.train.compile, *own)) not in job.cost_models:
+        job.cost_models[key] = our_cost_model(config, job, layout, cluster.kind)
+    return Step(job, layout, job.cost_models[key], cluster, num_shards(config, layout, cluster))
 
 
 def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
@@ -158,7 +163,8 @@ def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
 
 def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
     """Memory of a rank by part, in GiB, at the peak of the largest step."""
-    layout = replace(layout, accumulation=layout.accumulation * config.train.most_accumulated)
+    if config.train.batch_schedule:
+        layout = replace(layout, accumulation=layout.accumulation * config.train.most_accumulated)
     step = our_step(config, job, layout, cluster)
     parts = memory_gib(step)
     if state := communication_state_bytes(config, step.parameters, step.num_shards):

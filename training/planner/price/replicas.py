@@ -74,6 +74,12 @@ class RankPrices:
         self.memory = functools.cache(self._memory)
         self.largest = functools.cache(self._largest)
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether one replica's price is that of all, and no earlier run corrects it."""
+        alike = len(self.kinds) == 1 and isinstance(self.config.parallel.shares, str)
+        return alike and not self.question.corrections.by_kind
+
     def device(self, rank: int) -> RankDevice:
         return self.kinds[self.kind_of_rank[rank]]
 
@@ -174,18 +180,19 @@ class RankPrices:
         view = layout if not layout.stages else self._view(layout, replicas[0][0], sizes[0], layout.accumulation)
         on_host = host_gib(our_step(self.config, self.job, view, self.run)) if layout.offload != "none" else 0.0
         unequal = sizes if len(set(sizes)) > 1 else ()
-        priced = PricedLayout(
-            replace(layout, micro_batch=max(sizes)),
+        priced = functools.partial(
+            PricedLayout,
+            layout if not unequal and sizes[0] == layout.micro_batch else replace(layout, micro_batch=max(sizes)),
             self.run,
             memory,
             usable_gib,
-            {},
-            self.correction(layout),
-            on_host,
-            unequal,
-            self.mean_tflops,
+            correction=self.correction(layout),
+            host_gib=on_host,
+            micro_batches=unequal,
+            mean_tflops=self.mean_tflops,
         )
-        return replace(priced, seconds=self.step(layout, [*each])) if priced.fits else priced
+        unfit = priced(seconds={})
+        return priced(seconds=self.step(layout, [*each])) if unfit.fits else unfit
 
     def fullest(self, layout: Layout, each: Iterable[tuple[Replica, int]]) -> tuple[Rank, int]:
         """Return the rank that has least memory to spare, and its micro-batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from training.planner.cluster import Cluster
 from training.planner.job import Job, Layout
@@ -96,8 +96,13 @@ def _layers_and_stages(job: Job, layout: Layout, stage: int) -> tuple[Sequence[i
     if layout.at is not None:
         return layout.stages[layout.at[0]], range(stage, stage + 1)
     num_stages = layout.pp * layout.stages_per_rank
-    ends = 1 if layout.counts_ends and num_stages > 1 else 0
-    first, *others = even_stages(job.shape.layers + 2 * ends, num_stages)
+    return _like_stages(job.shape.layers, num_stages, layout.counts_ends), range(stage, num_stages, layout.pp)
+
+
+@cache
+def _like_stages(num_layers: int, num_stages: int, counts_ends: bool) -> tuple[int, ...]:
+    ends = 1 if counts_ends and num_stages > 1 else 0
+    first, *others = even_stages(num_layers + 2 * ends, num_stages)
     layers = [first - ends, *others] if others else [first]
     layers[-1] -= ends
-    return layers, range(stage, num_stages, layout.pp)
+    return tuple(layers)
