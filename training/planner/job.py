@@ -84,8 +84,8 @@ class Job:
         return self._of_ranks[key]
 
     @cached_property
-    def cost_models(self) -> dict[tuple[object, ...], Any]:
-        """Return those of the training programs that were priced so far (pricing.py)."""
+    def cost_models(self) -> dict[tuple[object, ...], tuple[RunConfig, Any]]:
+        """Return those of the programs that were priced so far (price/pricing.py)."""
         return {}
 
     @cached_property

@@ -143,11 +143,11 @@ def best_by_kind(layouts: Iterable[PricedLayout]) -> list[PricedLayout]:
 
 def our_step(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> Step:
     """Return a step of our own training program."""
-    # What it depends on of a layout, and of configs with the same job; it is asked for thousands of times in a plan.
+    # It is asked for thousands of times in a plan. The config is kept beside it, so that no other one gets its id.
     own = (layout.strategy, layout.is_undivided, layout.pp == 1, layout.gradient_ranks, layout.sequence_parallel)
-    if (key := (cluster.kind, config.train.compile, *own)) not in job.cost_models:
-        job.cost_models[key] = our_cost_model(config, job, layout, cluster.kind)
-    return Step(job, layout, job.cost_models[key], cluster, num_shards(config, layout, cluster))
+    if (key := (id(config), cluster.kind, *own)) not in job.cost_models:
+        job.cost_models[key] = config, our_cost_model(config, job, layout, cluster.kind)
+    return Step(job, layout, job.cost_models[key][1], cluster, num_shards(config, layout, cluster))
 
 
 def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
