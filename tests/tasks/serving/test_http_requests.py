@@ -318,16 +318,15 @@ def test_a_grammar_that_takes_minutes_holds_no_place_and_is_ended(client: httpx.
         {"structured_outputs": {"json": {"type": "integer", "multipleOf": 9_999_991 + number}}} for number in range(6)
     ]
     with ThreadPoolExecutor(8) as pool:
-        left = [pool.submit(client.post, "/v1/completions", json=_asked(each), timeout=5) for each in slow[1:]]
+        left = [pool.submit(client.post, "/v1/completions", json=_asked(each), timeout=1) for each in slow[1:]]
         held = pool.submit(completion, client, **slow[0])
-        until(lambda: " 3.0" in metric_line(client, "shardline_requests_in_flight"), "all compile", within_s=20)
         assert completion(client).status_code == 200
-        for each in left:
+        for each in left:  # each may compute for 2 s
             with pytest.raises(httpx.ReadTimeout):
                 each.result()
-        until(lambda: " 0.0" in metric_line(client, "shardline_requests_in_flight") or held.done(), "gone", within_s=40)
         refused = held.result()
         assert (refused.status_code, "simplify it" in refused.text) == (400, True), refused.text
+    until(lambda: " 0.0" in metric_line(client, "shardline_requests_in_flight"), "all are gone", within_s=40)
     fine = {"structured_outputs": {"regex": "[ab]{2}"}}
     assert completion(client, **fine).status_code == 200
 
