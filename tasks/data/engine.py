@@ -148,8 +148,12 @@ class LocalProcesses:
                 finally:
                     here.release()
             try:
-                return pool.submit(task.run).result()
-            except (BrokenProcessPool, EOFError, ConnectionError) as error:  # a worker, or the server that starts them
+                there = pool.submit(task.run)
+            except (BrokenProcessPool, EOFError, ConnectionError) as error:  # the server that starts workers is gone
+                raise killed(self.workers) from error
+            try:
+                return there.result()
+            except BrokenProcessPool as error:
                 raise killed(self.workers) from error
 
         threads = ThreadPoolExecutor(self.workers)

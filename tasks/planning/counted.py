@@ -92,11 +92,10 @@ def _of_weights(shape: ModelShape | None, folder: Path, file: Path) -> ModelShap
         shape = shape_of_hf(hf, vocab_size=int(hf["vocab_size"])).model_copy(update={"tied": is_tied(saved, hf)})
         return shape.model_copy(update={"sizes": sizes_of_saved(saved, hf, shape)})
     sizes, total = shape.sizes, num_saved(saved)
-    own = sizes.parameters + sizes.buffers
-    agree = total in {
-        own,
-        own + (shape.vocab_size * shape.width if sizes.tied else 0),
-    }  # the tied matrix, once or twice
+    again = total - sizes.parameters - sizes.buffers
+    agree = again == 0 or (
+        bool(sizes.tied) and again == shape.vocab_size * shape.width
+    )  # some save a tied matrix twice
     counted = "safetensors headers" if agree else f"{sizes.counted}; its safetensors files have {total:,} numbers"
     return shape.model_copy(update={"sizes": sizes.model_copy(update={"counted": counted})})
 

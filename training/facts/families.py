@@ -19,7 +19,7 @@ Ability = Literal["pp", "tp", "sp", "cp", "documents", "fresh", "cached", "compi
 
 
 class Shape(Protocol):
-    """What is asked of a model's shape (training/records/plan.py)."""
+    """The fields of a model's shape (training/records/plan.py) that decide what it can do."""
 
     @property
     def architecture(self) -> str: ...

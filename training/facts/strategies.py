@@ -14,7 +14,7 @@ StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "z
 
 @dataclass(frozen=True)
 class Strategy:
-    """What data-parallel ranks share.
+    """A strategy's row: what its data-parallel ranks share, and what it goes with.
 
     `stage`: ZeRO's (Rajbhandari et al. 2020, section 5): 1 shards the optimizer's state, 2 also gradients, 3 also
     weights. Weights travel for each pass under 3, and once they are updated under 1 and 2; gradients after each

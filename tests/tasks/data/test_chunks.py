@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tasks.data.readers import Piece, Span, read_spans
 from tasks.data.sources import SkippedDocuments, Source, find_sources
 from tasks.data.survey import SurveyWork
 from tests.support.tiny_corpus import all_documents, contents, decoded, prepare, write_json_lines
+from tests.support.waiting import until
 from training.config.data import DataConfig
 from training.records.token_shards import TokenShards
 from training.shards.format import SPLITS
@@ -337,6 +339,30 @@ def test_workers_have_the_environment_of_their_pool_not_of_the_first_one(monkeyp
         chunks = [Chunk(index, (), 1) for index in range(3)]
         found = run_chunks(LocalProcesses(2), "", _variable, "SHARDLINE_TEST_ENVIRONMENT", chunks)
         assert dict(found) == dict.fromkeys(range(3), value)
+
+
+def _end_elsewhere(work: tuple[int, Path, str], chunk: Chunk) -> None:
+    """In the process that hands out the work wait for another one, which raises an error or is killed."""
+    parent, mark, how = work
+    if os.getpid() == parent:
+        until(mark.exists, "another process has begun")
+        return
+    mark.touch()
+    if how == "raises":
+        raise EOFError("the file ended in its middle")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [("raises", EOFError, "in its middle"), ("is killed", RuntimeError, "was killed, most often")],
+)
+def test_a_workers_own_error_is_not_taken_for_its_death(
+    tmp_path: Path, how: str, error: type[Exception], says: str
+) -> None:
+    chunks = [Chunk(index, (), 1) for index in range(3)]
+    with pytest.raises(error, match=says):
+        dict(run_chunks(LocalProcesses(2), "", _end_elsewhere, (os.getpid(), tmp_path / "begun", how), chunks))
 
 
 def test_a_worker_that_sees_other_files_says_which(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import socket
@@ -179,66 +180,69 @@ def test_a_reply_can_be_sent_back(client: httpx.Client) -> None:
     assert completion(client, stream=True, stream_options=options).status_code == 200
 
 
+NESTED: dict[str, Any] = functools.reduce(
+    lambda items, _: {"type": "array", "items": items}, range(300), {"type": "string"}
+)
+REPORTED: tuple[tuple[dict[str, Any], int], ...] = (  # fields, status
+    ({"stop": "x"}, 200),
+    ({"stop": []}, 200),
+    ({"stop": None}, 200),
+    ({"stop": ""}, 400),
+    ({"stop": ["a", ""]}, 400),
+    ({"logit_bias": {"97": 1}}, 200),
+    ({"logit_bias": {"a": 1}}, 400),
+    ({"logit_bias": None}, 200),
+    ({"max_tokens": None}, 200),
+    ({"max_tokens": 0}, 200),
+    ({"max_tokens": -1}, 400),
+    ({"max_tokens": 10**30}, 400),
+    ({"max_tokens": "2"}, 200),
+    ({"max_tokens": 1.5}, 400),
+    ({"seed": -1}, 200),
+    ({"seed": 10**30}, 400),
+    ({"temperature": 1e-320}, 200),
+    ({"temperature": "NaN"}, 400),
+    ({"top_p": 0}, 400),
+    ({"n": 0}, 400),
+    ({"n": 2, "stream": True, "stream_options": {"include_usage": True}}, 200),
+    ({"user": "me", "metadata": {"a": "\ud800"}}, 200),
+    ({"\ud800": 1}, 400),
+    ({"prompt": "a\0b"}, 200),
+    ({"prompt": "", "echo": True, "logprobs": 1}, 200),
+    ({"prompt": [], "n": 1}, 400),
+    ({"prompt": [[]]}, 200),
+    ({"prompt": [-1]}, 400),
+    ({"prompt": [True]}, 400),
+    ({"prompt": [[5], [999]], "logprobs": 1, "stream": True}, 400),
+    ({"prompt": None}, 400),
+    ({"model": "org/other"}, 404),
+    ({"model": "\U0001f600"}, 404),
+    ({"response_format": {"type": "text"}}, 200),
+    ({"response_format": {"type": "json_schema"}}, 400),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": NESTED}}}, 400),
+    ({"structured_outputs": {"json": {"const": "\ud800"}}}, 400),
+    ({"structured_outputs": {"json": {"const": 10**400}}}, 400),
+    ({"structured_outputs": {"regex": "a" * 300_000}}, 400),
+    ({"structured_outputs": {"regex": "((a{9999}){9999}){9999}b"}}, 400),
+    ({"structured_outputs": {"regex": ""}}, 200),
+    ({"logit_bias": {"97": math.nan}}, 400),
+    ({"logit_bias": {str(10**30): 1}}, 400),
+    ({"prompt": "a\ud800", "stream": True}, 400),
+    ({"prompt": [10**30], "echo": True, "logprobs": 0}, 400),
+    ({"prompt": ["a", [1]]}, 400),
+    ({"n": 2.0, "seed": 1.0, "logprobs": 20, "stream": True}, 200),
+    ({"seed": 1.5}, 400),
+    ({"best_of": None, "suffix": ""}, 200),
+    ({"stream_options": {}, "stream": True}, 200),
+    ({"metadata": json.loads("[" * 500 + "]" * 500)}, 200),
+    ({"structured_outputs": {"regex": "("}, "stream": True}, 400),
+)
+
+
 def test_what_reports_of_other_servers_tell(client: httpx.Client) -> None:
-    """(fields, status) as in reports of vLLM's, llama.cpp's and TGI's servers."""
+    """As in reports of vLLM's, llama.cpp's and TGI's servers."""
     before, right = read_counts(client.get("/metrics").text, version=1), 0
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(300):
-        schema = {"type": "array", "items": schema}
-    for fields, status in (
-        ({"stop": "x"}, 200),
-        ({"stop": []}, 200),
-        ({"stop": None}, 200),
-        ({"stop": ""}, 400),
-        ({"stop": ["a", ""]}, 400),
-        ({"logit_bias": {"97": 1}}, 200),
-        ({"logit_bias": {"a": 1}}, 400),
-        ({"logit_bias": None}, 200),
-        ({"max_tokens": None}, 200),
-        ({"max_tokens": 0}, 200),
-        ({"max_tokens": -1}, 400),
-        ({"max_tokens": 10**30}, 400),
-        ({"max_tokens": "2"}, 200),
-        ({"max_tokens": 1.5}, 400),
-        ({"seed": -1}, 200),
-        ({"seed": 10**30}, 400),
-        ({"temperature": 1e-320}, 200),
-        ({"temperature": "NaN"}, 400),
-        ({"top_p": 0}, 400),
-        ({"n": 0}, 400),
-        ({"n": 2, "stream": True, "stream_options": {"include_usage": True}}, 200),
-        ({"user": "me", "metadata": {"a": "\ud800"}}, 200),
-        ({"\ud800": 1}, 400),
-        ({"prompt": "a\0b"}, 200),
-        ({"prompt": "", "echo": True, "logprobs": 1}, 200),
-        ({"prompt": [], "n": 1}, 400),
-        ({"prompt": [[]]}, 200),
-        ({"prompt": [-1]}, 400),
-        ({"prompt": [True]}, 400),
-        ({"prompt": [[5], [999]], "logprobs": 1, "stream": True}, 400),
-        ({"prompt": None}, 400),
-        ({"model": "org/other"}, 404),
-        ({"model": "\U0001f600"}, 404),
-        ({"response_format": {"type": "text"}}, 200),
-        ({"response_format": {"type": "json_schema"}}, 400),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}, 400),
-        ({"structured_outputs": {"json": {"const": "\ud800"}}}, 400),
-        ({"structured_outputs": {"json": {"const": 10**400}}}, 400),
-        ({"structured_outputs": {"regex": "a" * 300_000}}, 400),
-        ({"structured_outputs": {"regex": "((a{9999}){9999}){9999}b"}}, 400),
-        ({"structured_outputs": {"regex": ""}}, 200),
-        ({"logit_bias": {"97": math.nan}}, 400),
-        ({"logit_bias": {str(10**30): 1}}, 400),
-        ({"prompt": "a\ud800", "stream": True}, 400),
-        ({"prompt": [10**30], "echo": True, "logprobs": 0}, 400),
-        ({"prompt": ["a", [1]]}, 400),
-        ({"n": 2.0, "seed": 1.0, "logprobs": 20, "stream": True}, 200),
-        ({"seed": 1.5}, 400),
-        ({"best_of": None, "suffix": ""}, 200),
-        ({"stream_options": {}, "stream": True}, 200),
-        ({"metadata": json.loads("[" * 500 + "]" * 500)}, 200),
-        ({"structured_outputs": {"regex": "("}, "stream": True}, 400),
-    ):
+    for fields, status in REPORTED:
         body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2, **fields}).encode()
         reply = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert reply.status_code == status, f"{str(fields)[:200]}: {reply.text[:300]}"
