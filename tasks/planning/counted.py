@@ -93,9 +93,7 @@ def _of_weights(shape: ModelShape | None, folder: Path, file: Path) -> ModelShap
         return shape.model_copy(update={"sizes": sizes_of_saved(saved, hf, shape)})
     sizes, total = shape.sizes, num_saved(saved)
     again = total - sizes.parameters - sizes.buffers
-    agree = again == 0 or (
-        bool(sizes.tied) and again == shape.vocab_size * shape.width
-    )  # some save a tied matrix twice
+    agree = again in {0, shape.vocab_size * shape.width if sizes.tied else 0}  # some save a tied matrix twice
     counted = "safetensors headers" if agree else f"{sizes.counted}; its safetensors files have {total:,} numbers"
     return shape.model_copy(update={"sizes": sizes.model_copy(update={"counted": counted})})
 

@@ -48,9 +48,7 @@ def fit(
         stopped_by = stopper.after_step(step)
         saver.advance()
         if memory_saver is not None and memory_saver.is_copying:
-            with meter.paused():  # this step counts only after the copy of the previous step is complete
-                stalled_s = memory_saver.finish()
-            reporter.write(step - 1, memory_checkpoint_stall_ms=1000 * stalled_s)
+            _finish_copy(memory_saver, reporter, step - 1)  # before this step counts
         if stopped_by or step == state.start + 1 or _every(step, config.train.log_every_steps):
             row = meter.row() | state.loader.text_figures(step)
             reporter.write(step, learning_rate=rate, elapsed_s=stopper.elapsed_s, **row)
@@ -80,6 +78,13 @@ def fit(
             break
     stopper.finish()
     return stopped_by
+
+
+def _finish_copy(memory_saver: MemorySaver, reporter: Reporter, step: int) -> None:
+    """Wait until the copy of a step is whole in the hosts' memory, and log how long that took."""
+    with reporter.meter.paused():
+        stalled_s = memory_saver.finish()
+    reporter.write(step, memory_checkpoint_stall_ms=1000 * stalled_s)
 
 
 def _validates(step: int, period: int, stopped_by: StoppedBy | None) -> bool:
