@@ -35,9 +35,9 @@ PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of 
 HOST_ADAM_GB_PER_S = 20.0  # bytes that an optimizer on the host moves
 
 
-# NCCL's own estimate of a ring's latency in us (NVIDIA/nccl, src/graph/tuning.cc): to start, then for each hop over
-# NVLink, over PCIe and between hosts. Its protocol Simple has all of the bandwidth, LL128 120 of each 128 bytes.
-SIMPLE_US, LL128_US, LL128_SHARE = (8.4, 3.4, 5.7, 14.0), (14.0, 1.9, 2.5, 4.0), 120 / 128
+# NCCL's own estimate of a ring's latency in us (NVIDIA/nccl, src/graph/tuning.cc, protocol Simple): to start, then for
+# each hop over NVLink, over PCIe and between hosts. Without it choices among published layouts are 1% slower.
+START_US, HOP_US = 8.4, (3.4, 5.7, 14.0)
 NVLINK_FROM_GB_PER_S = 60.0  # faster rings in a host use NVLink: 16 lanes of PCIe 5 carry 64
 
 
@@ -61,17 +61,11 @@ class Ring:
         return 2 * (ranks - 1) / ranks * num_bytes / self.gb_per_s / 1e9 + calls * self.latency_us / 1e6
 
     def gather_s(self, num_bytes: float, ranks: int, *, calls: float = 1) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of `num_bytes` in all: half of an all-reduce. NCCL uses
-        the faster protocol.
-        """
+        """Return the seconds of an all-gather or reduce-scatter of `num_bytes` in all: half of an all-reduce."""
         if ranks == 1 or not any(self.hops):
             return self.all_reduce_s(num_bytes, ranks, calls=calls) / 2
-        sent_s = (ranks - 1) / ranks * num_bytes / self.gb_per_s / 1e9
-        return min(sent_s + calls * self._hops_s(SIMPLE_US), sent_s / LL128_SHARE + calls * self._hops_s(LL128_US))
-
-    def _hops_s(self, latencies_us: tuple[float, ...]) -> float:
-        start_us, *hop_us = latencies_us
-        return (start_us + sum(number * each for number, each in zip(self.hops, hop_us, strict=True))) / 1e6
+        latency_us = START_US + sum(number * each for number, each in zip(self.hops, HOP_US, strict=True))
+        return (ranks - 1) / ranks * num_bytes / self.gb_per_s / 1e9 + calls * latency_us / 1e6
 
     def send_s(self, num_bytes: float) -> float:
         return num_bytes / self.gb_per_s / 1e9 + self.latency_us / 2e6

@@ -189,9 +189,9 @@ def test_rings() -> None:
 def test_gathers_pass_all_ranks_of_a_group() -> None:
     """NCCL has trees for all-reduces only. 512 ranks on 64 hosts: 448 hops in hosts, 63 between them."""
     found = Cluster("cuda", (8,) * 64, 80, 300, 2000, Ring(240, 20), Ring(100, 50))
-    assert found.link(512).gather_s(0, 512) == pytest.approx((14.0 + 448 * 1.9 + 63 * 4.0) / 1e6)
-    assert found.link(64, stride=8).gather_s(0, 64) == pytest.approx((14.0 + 63 * 4.0) / 1e6)
-    assert found.link(8).gather_s(0, 8) == pytest.approx((14.0 + 7 * 1.9) / 1e6)
+    assert found.link(512).gather_s(0, 512) == pytest.approx((8.4 + 448 * 3.4 + 63 * 14.0) / 1e6)
+    assert found.link(64, stride=8).gather_s(0, 64) == pytest.approx((8.4 + 63 * 14.0) / 1e6)
+    assert found.link(8).gather_s(0, 8) == pytest.approx((8.4 + 7 * 3.4) / 1e6)
     large, link = 1e11, found.link(8)
     assert link.gather_s(large, 8) == pytest.approx(7 / 8 * large / 240e9, rel=1e-3), "with all of the bandwidth"
     gloo = Cluster("cpu", (8,) * 64, 80, 300, 2000, Ring(240, 20), Ring(100, 50))
