@@ -29,7 +29,7 @@ from training.records.record import write_atomically
 MOST_TASKS = 4096  # of a corpus of any size
 TASK_BYTES = 2**26  # of text, about 1 s on one core: shorter tasks would keep the process that distributes them busy
 PARALLELISM = "TOKENIZERS_PARALLELISM"
-PRELOADED = ["tasks.data.sharding", "gigatoken", "awkward"]  # gigatoken imports awkward when it first encodes
+PRELOADED = ["tasks.data.sharding", "gigatoken"]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def see_files(files: SharedFiles, chunk: Chunk) -> None:
 class LocalProcesses:
     """This process and others of this machine, one per core by default; this one alone for a small number of tasks."""
 
-    tasks_per_worker = 16
+    tasks_per_worker = 32
 
     def __init__(self, processes: int = 0) -> None:
         self.workers = processes or usable_cores()
@@ -156,7 +156,7 @@ class LocalProcesses:
             except BrokenProcessPool as error:
                 raise killed(self.workers) from error
 
-        threads = ThreadPoolExecutor(self.workers)
+        threads = ThreadPoolExecutor(2 * self.workers - 1)  # so that each process has its next task when it ends one
         try:
             with one_thread():
                 for future in as_completed([threads.submit(do, task) for task in tasks]):
