@@ -10,15 +10,18 @@ import sys
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tasks.data import engine
+from tasks.planning import pretrained
 from tests.support.made_once import made_once
 from tests.support.measured_hardware import measure
 from tests.support.tiny_run import exported_tiny_run
 from tests.support.tiny_shards import plan_tiny_run, write_tiny_shards
+from training.node import host_check
 
 pytest_plugins = ["tests.support.hosts"]
 
@@ -52,11 +55,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Have the process that forks tokenization's workers import what ranks of tests need, too.
 
-    It is one process for both. Whoever starts it decides what it imports, and each rank would import torch itself.
+    It is one process for both. Whoever starts it decides what it imports, and each rank would import torch itself. The
+    programs that count a model's parameters and compare its weights start there as well: 5 s of a core each.
     """
-    if "tests.support.ranks" in sys.modules:
+    if ranks := sys.modules.get("tests.support.ranks"):
         engine.PRELOADED.append("tests.support.rank_imports")
         forkserver.ensure_running()
+        for module in (host_check, pretrained):
+            warm = SimpleNamespace(run=ranks.run_program, TimeoutExpired=subprocess.TimeoutExpired)
+            module.subprocess = warm  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

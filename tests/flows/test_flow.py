@@ -59,7 +59,9 @@ WITH_PASSWORD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("flow", [pretrain, pretrain_nightly, compare])
+@pytest.mark.parametrize(
+    "flow", [pretrain, *(pytest.param(each, marks=pytest.mark.slow) for each in (pretrain_nightly, compare))]
+)
 def test_a_form_with_a_password_in_a_url_is_refused_by_the_deployment(flow: Flow[..., object]) -> None:
     """By the schema with which Prefect's server checks a form before it stores anything."""
     schema = parameter_schema(flow).model_dump_for_openapi()

@@ -281,7 +281,7 @@ def documented(kind: str) -> dict[str, Any]:
 
 
 @needs_pods
-@pytest.mark.parametrize("jobsets", [True, False])
+@pytest.mark.parametrize("jobsets", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_documented_role_is_enough(jobsets: bool, tmp_path: Path) -> None:
     with KubernetesApi(tmp_path / "cluster", jobsets=jobsets, rules=documented("Role")["rules"]) as api:
         cluster = Cluster(Access(kubeconfig=str(api.kubeconfig)))

@@ -10,8 +10,10 @@ import importlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -38,6 +40,32 @@ def _run_rank(program: str, plan_path: Path, environment: dict[str, str], log_pa
     os.dup2(log, 2)
     sys.argv = [program, str(plan_path)]
     importlib.import_module(program).main(plan_path)
+
+
+def run_program(
+    program: Sequence[str], *, env: Mapping[str, str] = os.environ, timeout: float | None = None, **_: bool
+) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run with captured output; [python, "-m", MODULE, ARGUMENT…] is forked from the ranks' server."""
+    if program[1] != "-m":
+        return subprocess.run(program, env=env, timeout=timeout, capture_output=True, text=True)
+    _, _, module, *arguments = program
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = _SERVER.Process(target=_run_program, args=(module, arguments, dict(env), out, err))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            raise subprocess.TimeoutExpired(program, timeout or 0)
+        return subprocess.CompletedProcess(program, process.exitcode or 0, out.read_text(), err.read_text())
+
+
+def _run_program(module: str, arguments: Sequence[str], environment: dict[str, str], out: Path, err: Path) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.exit(importlib.import_module(module).main(Path(arguments[0]), *arguments[1:]))
 
 
 class Ranks:

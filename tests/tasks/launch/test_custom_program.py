@@ -170,7 +170,7 @@ def test_no_file_of_the_run_holds_a_password(shardline_home: Path, monkeypatch: 
     assert "hf_verses" not in written
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(shardline_home: Path, number: signal.Signals) -> None:
     plan_for(shardline_home, WAITS, lease_s=5.0)
     run_dir = shardline_home / "run"

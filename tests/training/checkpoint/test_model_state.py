@@ -103,10 +103,9 @@ def assert_has_the_buffers_of(source: Path, saved: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        pytest.param("gemma4", "single", marks=pytest.mark.slow),
+        *(pytest.param("gemma4", layout, marks=pytest.mark.slow) for layout in ("single", "fsdp")),
         ("deepseek-v3", "single"),
         ("deepseek-v3", "ddp"),
-        ("gemma4", "fsdp"),
         *(
             pytest.param(family, layout, marks=pytest.mark.slow)
             for family in ("gemma4", "deepseek-v3")
@@ -127,7 +126,7 @@ def test_the_checkpoint_and_the_served_export_have_the_loss_of_the_trained_model
     assert losses(plan_path)[1] == pytest.approx(losses(trained(family))[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("layout", ["pp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", *SLOW))])
 def test_buffers_are_cut_and_saved_with_their_pipeline_stage(
     layout: str, trained: Callable[..., Path], folder_of: Callable[[str], Path]
 ) -> None:

@@ -33,6 +33,7 @@ def planned(hosts: Inventory, precision: Any = "auto", **overrides: Any) -> RunP
     return make_plan(tiny_config(**LARGE, parallel__precision=precision, **overrides), hosts)
 
 
+@pytest.mark.slow
 def reason(plan: RunPlan, start: str) -> str:
     (found,) = (each for each in plan.reasons if each.startswith(start))
     return found
@@ -92,7 +93,7 @@ def test_what_a_plan_chose_means_the_same_again_and_is_possible_on_other_devices
     assert {*other.precisions} == {"bf16", "fp32"}, "a device that was not there computes in what all supported"
 
 
-@pytest.mark.parametrize("weaker", ["H100-80GB-SXM", "A100-80GB-SXM"])
+@pytest.mark.parametrize("weaker", ["H100-80GB-SXM", pytest.param("A100-80GB-SXM", marks=pytest.mark.slow)])
 def test_fp8_in_a_table_is_refused_as_fp8_for_all_is(weaker: str) -> None:
     hosts = hypothetical_inventory(f"1x4xH100-80GB-SXM,200Gb+1x4x{weaker}")
     table = {"H100": "fp8", "A100": "bf16"}

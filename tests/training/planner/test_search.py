@@ -366,7 +366,7 @@ def test_hosts_behind_a_slow_network_are_left_idle_and_what_sends_less_is_named(
         ("4xA100-80GB-SXM", "4xRTX-3090", "400Gb", True),
     ],
 )
-@pytest.mark.parametrize("is_slow_first", [False, True])
+@pytest.mark.parametrize("is_slow_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_unlike_hosts_take_part_only_where_they_add_speed(
     fast: str, slow: str, network: str, is_taken: bool, is_slow_first: bool
 ) -> None:

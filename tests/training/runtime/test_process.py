@@ -33,7 +33,7 @@ def test_a_rank_that_raises_does_not_wait_for_peers_that_wait_for_it(ranks: Rank
     assert time.monotonic() - began < SOON_S
 
 
-@pytest.mark.parametrize("layout", ["tp x pp", "pp 4", "unlike", "fsdp x tp"])
+@pytest.mark.parametrize("layout", ["tp x pp", "pp 4", "unlike", pytest.param("fsdp x tp", marks=pytest.mark.slow)])
 def test_ranks_are_connected_before_the_first_step(layout: str, make_run: Callable[..., Path]) -> None:
     """On a backend that connects as NCCL does: at the first use, and only once all that take part are there."""
     ranks, overrides = LAYOUTS[layout]
