@@ -14,8 +14,9 @@ several layouts of the same job on the same machines).
 --rows FILE prices the rows of a JSON list instead, as a plan would: model sizes, machine, layout, precision, the
 measured value and its unit. The last line is num_rows, num_unmeasured (not judged), median_error, p90_error,
 worst_error, coverage_of_ranges, mean_regret_excess and max_regret_excess (0.05: the layout that a plan would choose was
-5% slower than the fastest of a sweep), and families with the same of each. --memory FILE asks which of the layouts,
-with an outcome each, a plan would take: judged_rightly, and ran_out_of_those_taken. Nothing is fitted on them.
+5% slower than the fastest of a sweep), mean_regret_excess_of_fastest (if it chose the fastest prediction), and families
+with the same of each. --memory FILE asks which of the layouts, with an outcome each, a plan would take: judged_rightly,
+and ran_out_of_those_taken. Nothing is fitted on them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -253,7 +253,8 @@ def _read(row: Mapping[str, Any]) -> PlannedRow:
         recompute=row["recompute"],
         offload=row.get("offload") or "none",
         stages_per_rank=row.get("stages_per_rank", 1),
-        sequence_parallel=tp > 1 and row.get("sequence_parallel", not row["program"].startswith(WHOLE_SEQUENCES)),
+        sequence_parallel=tp > 1
+        and row.get("sequence_parallel", row["program"].partition("_")[0] not in WHOLE_SEQUENCES),
     )
     machine = (row["gpu"], gpus, here, network)
     return planned_row(
@@ -306,7 +307,8 @@ def _published_flops(row: Mapping[str, Any]) -> float:
 
 def judged(rows: Sequence[PlannedRow]) -> dict[str, float]:
     """Return the figures of the prices of measured rows: errors, coverage of the printed ranges, regret of choices."""
-    errors, regrets = [row.error for row in rows], [*regrets_of(rows)]
+    errors, regrets = [row.error for row in rows], [*regrets_of(rows, lambda fitting: best_first(fitting)[0])]
+    of_fastest = [*regrets_of(rows, lambda fitting: min(fitting, key=lambda each: each.step_s))]
     return {
         "num_rows": len(rows),
         "median_error": median(errors),
@@ -315,6 +317,7 @@ def judged(rows: Sequence[PlannedRow]) -> dict[str, float]:
         "coverage_of_ranges": fmean(row.is_in_range for row in rows),
         "mean_regret_excess": fmean(regrets) if regrets else 0.0,
         "max_regret_excess": max(regrets, default=0.0),
+        "mean_regret_excess_of_fastest": fmean(of_fastest) if of_fastest else 0.0,
         "num_sweeps": len(regrets),
     }
 
@@ -326,8 +329,8 @@ def by_family(rows: Sequence[PlannedRow]) -> dict[str, list[PlannedRow]]:
     return dict(sorted(found.items()))
 
 
-def regrets_of(rows: Iterable[PlannedRow]) -> Iterable[float]:
-    """Yield by how much the layout that a plan would choose of each sweep was slower than its fastest one."""
+def regrets_of(rows: Iterable[PlannedRow], choose: Callable[[Sequence[PricedLayout]], PricedLayout]) -> Iterable[float]:
+    """Yield by how much the layout that is chosen of each sweep was slower than its fastest one."""
     sweeps = defaultdict(list)
     for row in rows:
         sweeps[row.sweep].append(row)
@@ -335,8 +338,7 @@ def regrets_of(rows: Iterable[PlannedRow]) -> Iterable[float]:
         measured = {id(row.priced): row.step_s for row in sweep if row.step_s is not None}
         if len({row.layout for row in sweep}) > 1:
             fitting = [row.priced for row in sweep if row.priced.fits] or [row.priced for row in sweep]
-            chosen, *_ = best_first(fitting)
-            yield measured[id(chosen)] / min(measured.values()) - 1
+            yield measured[id(choose(fitting))] / min(measured.values()) - 1
 
 
 # Ranges

@@ -16,6 +16,7 @@ from tasks.planning.text import TextEstimate
 from training.config.run import RunConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.mixture import one_pass
+from training.planner.price.pricing import CLOSE
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.record import Record
@@ -25,7 +26,7 @@ from training.shards.packing import Epoch
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 DURATION = r"(\d+(?:\.\d+)?)\s*([mhdw])"
 ALWAYS = 24  # inventories that are planned in any case; beyond these, only those that could still be the answer
-NEARLY = 0.97  # of the time with a faster network: a plan may take a layout that is 3% slower, for its memory
+NEARLY = 1 / CLOSE  # of the time with a faster network: a plan may take a slower layout, for its memory
 LIMITS = dict.fromkeys(("products", "Muon's products", "attention"), "compute")
 LIMITS |= dict.fromkeys(("memory-bound", "optimizer"), "memory bandwidth")
 LIMITS |= dict.fromkeys(("recomputing", "offload"), "memory size")

@@ -29,7 +29,7 @@ CPU_ATTENTION = 0.34  # of the rate of fp32 products, in any precision: 80 of 23
 # (Shah et al. 2024, figure 6). Before Ampere torch's memory-efficient kernel, about half of that (figure 4). On
 # Blackwell cuDNN's, whose share is assumed to be that on an H100: 520 of 791 (Shah et al. 2024).
 ATTENTION = {"7": 0.35, "8": 0.70, "9": 0.41, "10": 0.66, "12": 0.70}
-CPU_SCALING = 0.9  # of n times a core's rate, for n threads of one process (2 threads: 1.8, docs/planning.md)
+CPU_SCALING = 0.9  # of n times a core's rate, for n threads of one process (2 threads: 1.8)
 MEMORY_SHARE = 0.9  # of a device or a host is usable; the rest is for other programs and for what predictions leave out
 PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of PCIe 4
 HOST_ADAM_GB_PER_S = 20.0  # bytes that an optimizer on the host moves

@@ -30,7 +30,7 @@ UNCORRECTED = Correction()
 # others, priced as a plan prices ours (`python -m benchmarks.planner_vs_published` derives it): where nothing was
 # measured 88 of 100 ratios; where a similar job was, four of five ratios to the median of the program's others on
 # such GPUs; where this job was, to that of its other batches and GPU counts. Made without a family of programs they
-# hold 86%, 80% and 78% of its runs. On CPUs one range: all of our eight runs of docs/planning.md, "Against the run".
+# hold 86%, 80% and 79% of its runs. On CPUs one range: all of our eight runs in docs/plan-accuracy.md.
 LIKELY_ON_GPUS: dict[Measured, tuple[float, float]] = {
     "this job": (0.97, 1.03),
     "a similar job": (0.94, 1.07),
@@ -118,7 +118,7 @@ def best_first(fitting: Sequence[PricedLayout]) -> tuple[PricedLayout, ...]:
     The best is, of those within TIED of the fastest, the one that needs the least memory; of those that need as much,
     to 0.1 GiB, the one with the fewest kinds of communication. The fastest is that of the layouts which take less
     than TIGHT of what is usable, if it is CLOSE to the fastest of all: of those that take more, more run out
-    (docs/planning.md).
+    (docs/plan-choice.md).
     """
     if not fitting:
         return ()
