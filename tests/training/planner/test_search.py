@@ -362,7 +362,7 @@ def test_hosts_behind_a_slow_network_are_left_idle_and_what_sends_less_is_named(
     ("fast", "slow", "network", "is_taken"),
     [
         ("8xH100-80GB-SXM", "8xV100-32GB-SXM", "25Gb", False),
-        ("4xA100-80GB-SXM", "4xRTX-3090", "1Gb", False),
+        ("4xA100-80GB-SXM", "4xRTX-3090", "10Gb", False),
         ("4xA100-80GB-SXM", "4xRTX-3090", "400Gb", True),
     ],
 )
