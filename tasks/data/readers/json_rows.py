@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import functools
 import io
 import json
 import re
@@ -48,7 +47,7 @@ def json_shape(source: Source, data: DataConfig) -> Literal["lines", "array", "o
 def read_array(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     """Yield the objects or texts of an array of any length; only one block of them at a time is in memory."""
     with span.source.open() as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
-        for number, row in enumerate(_items(text), 1):
+        for number, row in enumerate(_items(text, _decoder(wanted.column)), 1):
             place = Place(span, number, "item")
             if isinstance(row, str) and wanted.where is None:
                 yield from pieces_of_document(place, row, skipped)
@@ -62,10 +61,10 @@ def read_objects(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Itera
         content = text.read(LONGEST_ITEM)
     if len(content) == LONGEST_ITEM:
         raise OSError(f"longer than {LONGEST_ITEM:,} characters; write its rows as JSON lines, with jq -c '.[]'")
-    place, rows = _space(content, 0), []
+    place, rows, decoder = _space(content, 0), [], _decoder(wanted.column)
     while place < len(content):
         try:
-            found, place = DECODER.raw_decode(content, place)
+            found, place = decoder.raw_decode(content, place)
         except (json.JSONDecodeError, RecursionError) as error:
             raise OSError(f"not valid JSON: {error}") from None
         place = _space(content, place)
@@ -86,12 +85,25 @@ def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) < LONGEST_INTEGER else float(digits)
 
 
-DECODER = json.JSONDecoder(parse_int=_integer)
+class Twice(dict[str, object]):
+    """A JSON object that has a key of data.column twice; it has the last value of both, as json gives it."""
 
 
-def _items(text: io.TextIOWrapper) -> Iterator[object]:
+def _decoder(column: str) -> json.JSONDecoder:
+    """Return a decoder that marks objects with a key of the column's path twice."""
+    keys = {column, *column.split(".")}
+
+    def of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        row = dict(pairs)
+        is_twice = len(row) < len(pairs) and any(sum(key == name for name, _ in pairs) > 1 for key in keys)
+        return Twice(row) if is_twice else row
+
+    return json.JSONDecoder(parse_int=_integer, object_pairs_hook=of_pairs)
+
+
+def _items(text: io.TextIOWrapper, decoder: json.JSONDecoder) -> Iterator[object]:
     """Yield the items of a JSON array. Raises OSError if it is cut off or not valid, or if text follows it."""
-    decode, size = DECODER.raw_decode, BLOCK_CHARACTERS
+    decode, size = decoder.raw_decode, BLOCK_CHARACTERS
     buffer = text.read(size)
     place = _space(buffer, 0) + 1  # after the bracket
     is_first = True
@@ -135,14 +147,14 @@ def _space(text: str, place: int) -> int:
 
 
 def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    key, check = f'"{wanted.column}"'.encode(), functools.partial(_check_once, wanted.column)
+    keys, decoder = [f'"{key}"'.encode() for key in wanted.column.split(".")], _decoder(wanted.column)
     for offset, raw in raw_lines(span):
         if span.ended(offset):
             return
         place = Place(span, offset, "byte")
         row: object = MISSING
         with contextlib.suppress(orjson.JSONDecodeError):  # it refuses NaN and halves of surrogate pairs, beside faults
-            row = orjson.loads(raw) if raw.count(key) <= 1 else MISSING  # of a key that is there twice it takes one
+            row = MISSING if any(raw.count(key) > 1 for key in keys) else orjson.loads(raw)  # it takes the last of two
         if row is not MISSING:
             yield from _of_row(row, place, wanted, skipped)
             continue
@@ -153,7 +165,7 @@ def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> It
             skipped.skip_or_raise(place, problem)
             continue
         try:
-            row = json.loads(line, object_pairs_hook=check, parse_int=_integer)
+            row = decoder.decode(line)
         except (ValueError, RecursionError) as error:
             cure = (
                 "a JSON file holds one object per line; only one named .json may be an array, or hold objects of "
@@ -164,16 +176,13 @@ def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> It
         yield from _of_row(row, place, wanted, skipped)
 
 
-def _check_once(column: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
-    if sum(key == column for key, _ in pairs) > 1:
-        raise json.JSONDecodeError(f"the key {column!r} is there twice", "", 0)
-    return dict(pairs)
-
-
 def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     if not isinstance(row, dict):
         tokens = f"; if these are tokens, {TOKENS}" if isinstance(row, int) else ""
         skipped.skip_or_raise(place, f"holds {kind_of(row)}, not an object with the key {wanted.column!r}{tokens}")
+        return
+    if twice := _twice_on(row, wanted.column):
+        skipped.skip_or_raise(place, f"not valid JSON (the key {twice!r} is there twice): keep one")
         return
     value = row.get(wanted.column, MISSING)
     if value is MISSING and (value := _value_at(row, wanted.column)) is MISSING:
@@ -183,6 +192,15 @@ def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments
 
 
 MISSING = object()
+
+
+def _twice_on(row: object, column: str) -> str:
+    """Return the key of the column's path that an object on the way has twice; "" if none has."""
+    for key in (column,) if isinstance(row, dict) and column in row else column.split("."):
+        if isinstance(row, Twice):
+            return key
+        row = row.get(key) if isinstance(row, dict) else None
+    return ""
 
 
 def _value_at(row: object, path: str) -> object:

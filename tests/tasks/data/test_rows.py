@@ -120,6 +120,14 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     lines = write(tmp_path / "a.jsonl", json_lines(STORIES) + '{"text": "a", "text": "b"}\n')
     assert "a.jsonl:41: not valid JSON (the key 'text' is there twice" in refusal(tmp_path, lines)
     assert prepare(tmp_path, lines, on_error="skip")[1].skipped == 1
+    told = [json.dumps({"content": {"text": story}, "meta": {"text": "x", "a": 1}}) for story in STORIES]
+    again = '{"content": {"text": "a", "text": "b"}}'
+    for name, content in {"b.jsonl": "\n".join([*told, again]), "b.json": f"[{','.join([*told, again])}]"}.items():
+        source = write(tmp_path / name, content)
+        options = {"column": "content.text"}
+        assert "(the key 'text' is there twice" in refusal(tmp_path, source, **options)
+        folder, shards = prepare(tmp_path, source, on_error="skip", **options)
+        assert (shards.skipped, sorted(all_documents(folder))) == (1, sorted(STORIES))
 
 
 def test_a_file_without_the_column_counts_with_all_its_rows(tmp_path: Path) -> None:
@@ -128,8 +136,10 @@ def test_a_file_without_the_column_counts_with_all_its_rows(tmp_path: Path) -> N
     write(root / "a.csv", "a,b\n" + "1,2\n" * 39)
     write(root / "b.jsonl", json_lines(STORIES))
     pq.write_table(pa.table({"x": STORIES}), root / "c.parquet")
+    with pa.OSFile(str(root / "d.arrow"), "wb") as file, pa.ipc.new_stream(file, pa.schema({"x": "string"})) as stream:
+        stream.write_table(pa.table({"x": STORIES}))
     _, shards = prepare(tmp_path, root, on_error="skip")
-    assert shards.skipped == 39 + 40
+    assert shards.skipped == 39 + 40 + 40
 
 
 # JSON
