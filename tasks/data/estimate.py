@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from tasks.data.chunks import Chunk, cut_chunks
 from tasks.data.encoder import load_tokenizer
 from tasks.data.readers import Piece, Span, read_spans
 from tasks.data.sample import draw
-from tasks.data.sharding import unknown_characters
+from tasks.data.sharding import special_tokens_in, unknown_characters
 from tasks.data.sources import SkippedDocuments, Source, check_contents, find_sources
 from tasks.data.tokenizer import load_pretrained, save_tokenizer, special_tokens, text_encoding
 from tasks.planning.text import TextEstimate
@@ -68,7 +69,7 @@ def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
     sample = draw(texts, ENCODED_BYTES)
     sample_bytes = len("".join(sample).encode())
     with unknown_characters(source.name for source in sources):
-        per_byte = _tokens_per_byte(data, sample, learns_from_all=text_bytes <= ENCODED_BYTES, masked=masked)
+        per_byte, special = _tried(data, sample, texts, learns_from_all=text_bytes <= ENCODED_BYTES, masked=masked)
     tokens = times * (per_byte * text_bytes + documents)
     held_out = sum(source.record.num_bytes for source in sources if source.held_out) / max(1, file_bytes)
     train = 1 - (held_out if data.validation_path else data.validation_fraction)
@@ -83,7 +84,7 @@ def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
         sample_bytes=sample_bytes,
         is_counted=times == 1,
         left_out=tuple(skipped.left_out),
-        hints=tuple(skipped.hints),
+        hints=(*skipped.hints, *special),
     )
 
 
@@ -128,11 +129,16 @@ def _share_of_rows(span: Span, row: int) -> float:
     return (row - sum(rows[: span.start])) / max(1, sum(rows[span.start : span.stop]))
 
 
-def _tokens_per_byte(data: DataConfig, texts: Sequence[str], *, learns_from_all: bool, masked: bool) -> float:
-    """Return the tokens for a byte of text. A BPE that learns from more text than the sample is tried on other text."""
+def _tried(
+    data: DataConfig, sample: Sequence[str], texts: Sequence[str], *, learns_from_all: bool, masked: bool
+) -> tuple[float, list[str]]:
+    """Return the tokens for a byte of the sample, and a sentence about special tokens in all of the texts.
+
+    A BPE that learns from more text than the sample is tried on other text.
+    """
     pretrained = load_pretrained(data.tokenizer)
     specials = special_tokens(pretrained, masked=masked)
-    learned, tried = (texts, texts) if learns_from_all or len(texts) < 2 else (texts[::2], texts[1::2])
+    learned, tried = (sample, sample) if learns_from_all or len(sample) < 2 else (sample[::2], sample[1::2])
     with tempfile.TemporaryDirectory() as folder:
         saved = save_tokenizer(
             Path(folder),
@@ -141,7 +147,10 @@ def _tokens_per_byte(data: DataConfig, texts: Sequence[str], *, learns_from_all:
             specials=specials,
             encoding=text_encoding(data.tokenizer, pretrained, specials, continued=False),
             train_texts=[learned],
-            all_texts=texts,
+            all_texts=sample,
         )
         encoded = load_tokenizer(str(saved.file)).encode_batch(list(tried), add_special_tokens=False)
-    return sum(len(each.ids) for each in encoded) / len("".join(tried).encode())
+        special = Counter(special_tokens_in(saved, texts))
+    read = f"the {sum(map(len, texts)) / 1e6:,.1f} million characters that were read hold"
+    lines = saved.encoding.on_special(as_tokens=special[True], as_text=special[False], holder=read)
+    return sum(len(each.ids) for each in encoded) / len("".join(tried).encode()), lines

@@ -50,7 +50,7 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
         with unknown_characters(span.source.name for span in chunk.spans):
             shards += _write_shards(work, chunk.index, part, passages_of_part, losses)
         characters += sum(len(passage.text) for passage in passages_of_part)
-        special.update(_special_tokens(work.tokenizer, passages_of_part))
+        special.update(special_tokens_in(work.tokenizer, (passage.text for passage in passages_of_part)))
     _check_library(work)
     finished = FinishedChunk(
         shards=tuple(sorted(shards, key=lambda shard: SPLITS.index(shard.split))),
@@ -129,12 +129,12 @@ def _write_shards(
             yield shard
 
 
-def _special_tokens(saved: SavedTokenizer, passages: Iterable[Passage]) -> Iterator[bool]:
-    """Yield for each special token of the tokenizer that the text holds whether it was encoded as such."""
+def special_tokens_in(saved: SavedTokenizer, texts: Iterable[str]) -> Iterator[bool]:
+    """Yield for each special token of the tokenizer that the texts hold whether it is encoded as such."""
     pattern = _pattern(str(saved.file))
     taken = {*saved.encoding.special_tokens}
-    for passage in passages:
-        yield from (token in taken for token in pattern.findall(passage.text))
+    for text in texts:
+        yield from (token in taken for token in pattern.findall(text))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from training.records.record import Record
+from training.records.words import counted
 
 SpecialTokensInText = Literal["none", "template", "all"]
 
@@ -31,6 +32,16 @@ class TextEncoding(Record):
         special = ", ".join(self.special_tokens[:8]) + (" …" if len(self.special_tokens) > 8 else "")
         before = f"; before each document: {' '.join(self.bos)}" if self.bos else ""
         return f"special in text: {special or 'nothing'} ({self.rule}){before}"
+
+    def on_special(self, *, as_tokens: int, as_text: int, holder: str = "holds") -> list[str]:
+        """Return a sentence about so many special tokens that a text holds, if it does."""
+        if not (found := as_tokens + as_text):
+            return []
+        return [
+            f"{holder} {counted(found, 'string')} that are special tokens of the tokenizer: {as_tokens:,} became "
+            f"special tokens, {as_text:,} are text like any other ({self.in_words}); "
+            "data.tokenizer.special_tokens_in_text=none|template|all chooses"
+        ]
 
 
 NOTHING_SPECIAL = TextEncoding()

@@ -184,13 +184,8 @@ class TokenShards(Ledger):
 
     def special_tokens_lines(self) -> list[str]:
         """Return a sentence about the special tokens that the text holds, if it does."""
-        if not (found := self.special_as_tokens + self.special_as_text):
-            return []
-        return [
-            f"text: holds {counted(found, 'string')} that are special tokens of the tokenizer: "
-            f"{self.special_as_tokens:,} became special tokens, {self.special_as_text:,} are text like any other "
-            f"({self.encoding.in_words}); data.tokenizer.special_tokens_in_text=none|template|all chooses"
-        ]
+        found = self.encoding.on_special(as_tokens=self.special_as_tokens, as_text=self.special_as_text)
+        return [f"text: {line}" for line in found]
 
     @property
     def encoding(self) -> TextEncoding:

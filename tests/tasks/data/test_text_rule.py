@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from tasks.data.chunks import Chunk
 from tasks.data.corpus import prepare_corpus
+from tasks.data.estimate import estimate_text
 from tasks.data.survey import FindWork, find_tokens
 from tests.support.tiny_corpus import write_json_lines
 from tests.support.tokenizer_cases import TURNS, chatml, llama
@@ -58,6 +59,9 @@ def test_special_tokens_in_a_corpus_are_special_by_the_rule(
     expected = f"text: holds {9 * each:,} strings that are special tokens of the tokenizer: {taken:,} became special"
     assert expected in caplog.text
     assert expected in "\n".join(shards.ledger_warnings())
+    settings = {"kind": "pretrained", "path": str(tokenizer), "special_tokens_in_text": rule}
+    (before,) = estimate_text(RunConfig.model_validate({"data": {"path": str(source), "tokenizer": settings}}))
+    assert expected.removeprefix("text: holds") in "\n".join(before.lines(None)), "as a plan says it beforehand"
 
 
 def test_both_libraries_encode_by_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
