@@ -148,14 +148,17 @@ def test_every_layout_makes_the_update_of_one_process(layout: str, alone: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "layout", "sizes"), [("gpt2", "tp", {}), ("mixtral", "fsdp", EXPERTS)])
+@pytest.mark.parametrize(
+    ("model_type", "layout", "sizes"),
+    [("gpt2", "tp", {}), pytest.param("mixtral", "fsdp", EXPERTS, marks=pytest.mark.long)],
+)
 def test_matrices_of_one_tensor_are_orthogonalized_one_by_one_on_ranks_too(
     model_type: str, layout: str, sizes: dict[str, int], make_run: Callable[..., Path], tmp_path: Path
 ) -> None:
     tiny_hf_config(model_type, **sizes).save_pretrained(tmp_path)
-    model = {"model__architecture": "path", "model__path": str(tmp_path)}
+    model = {"model__architecture": "path", "model__path": str(tmp_path), "evaluation__every_steps": 0}
     plans = [
-        make_run(f"muon {model_type} {name}", ranks=ranks, **COMMON, **SMALL, **MUON, **model, **overrides)
+        make_run(f"muon {model_type} {name}", ranks=ranks, **(COMMON | SMALL | MUON | model | overrides))
         for name, (ranks, overrides) in {"alone": SINGLE, layout: LAYOUTS[layout]}.items()
     ]
     for plan_path in plans:
@@ -165,7 +168,7 @@ def test_matrices_of_one_tensor_are_orthogonalized_one_by_one_on_ranks_too(
 
 @pytest.mark.slow
 def test_a_run_that_changes_its_layout_is_the_run_of_one_process(make_run: Callable[..., Path]) -> None:
-    common = {**COMMON, **MUON, "train__decay_steps": len(CHAIN), "train__micro_batch": 1}
+    common = {**COMMON, **SMALL, **MUON, "train__decay_steps": len(CHAIN), "evaluation__every_steps": 0}
 
     def leg(name: str, layout: Layout, *, until: int) -> Path:
         return make_run(f"muon {name}", ranks=layout[0], **(common | {"train__steps": until}), **layout[1])
