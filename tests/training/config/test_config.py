@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from tests.support.configs import tiny_config
 from training.config.run import RunConfig
 from training.config.serving import ServeConfig, ServingConfig, TritonConfig
-from training.facts.strategies import STRATEGIES
+from training.facts.strategies import STRATEGIES, Strategy
 
 COMBINATIONS = [
     ({"model__width": 30}, "model.width = 30 is not divisible by model.heads = 4"),
@@ -98,12 +98,14 @@ def test_a_combination_that_cannot_work_names_the_numbers(overrides: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("strategy", "offload"),
-    [(name, offload) for name, row in STRATEGIES.items() for offload in ("none", *row.offloads)],
+    ("strategy", "row", "offload"),
+    [(name, row, offload) for name, row in STRATEGIES.items() for offload in ("none", *row.offloads)],
 )
-def test_muon_is_refused_by_name_where_gradients_are_flat_or_state_is_offloaded(strategy: str, offload: str) -> None:
-    asked = {"train__optimizer": "muon", "parallel__strategy": strategy, "parallel__offload": offload}
-    asked |= {"parallel__group_ranks": 2} if STRATEGIES[strategy].in_groups else {}
+def test_muon_is_refused_by_name_where_gradients_are_flat_or_state_is_offloaded(
+    strategy: str, row: Strategy, offload: str
+) -> None:
+    groups = {"parallel__group_ranks": 2} if row.in_groups else {}
+    asked = {"train__optimizer": "muon", "parallel__strategy": strategy, "parallel__offload": offload, **groups}
     if strategy in {"zero2", "zero3"}:
         message = (
             f"muon does not run with parallel.strategy={strategy}, which cuts gradients into flat pieces.* use fsdp,"
