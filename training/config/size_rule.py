@@ -114,9 +114,10 @@ def describe(config: Any) -> list[str]:
     return [
         f"model.size = {config.model.size}: {model['layers']} layers of width {model['width']:,} (about 64 for each "
         f"layer) and {model['heads']} heads, {steps * batch * config.train.context:,} tokens ({TOKENS_PER_PARAMETER} "
-        f"for each parameter) in {steps:,} steps, and for that many FLOPs batches of {batch:,} sequences and a "
-        f"learning rate of {train['learning_rate']:g}, after a warm-up of {train['warmup_steps']:,} steps, falling to "
-        f"{train['min_learning_rate']:g} (docs/training.md)" + (f"; given instead: {', '.join(given)}" if given else "")
+        f"for each parameter) in {steps:,} steps, and for that many FLOPs batches of {batch:,} sequences, a "
+        f"learning rate of {train['learning_rate']:g}, a minimum rate of {train['min_learning_rate']:g} and a warm-up "
+        f"of {train['warmup_steps']:,} steps (docs/training.md)"
+        + (f"; given instead: {', '.join(given)}" if given else "")
     ]
 
 
