@@ -4,10 +4,10 @@
 
 Both optimizers train the same model from the same weights on the same batches, in fp32, at a constant learning rate
 after a warm-up, so that a run's loss after n tokens is that of a run of n tokens. The held-out loss is measured every
-EVALUATE_STEPS steps. `--search` finds each optimizer's rate, for each size, by the lowest final loss over RATES on
-the standard library, with a seed of its own, and writes the losses to the results beside this file; without it the
-rates there are used. Tokens to a loss are read off Muon's curve by linear interpolation. Runs of both optimizers go at
-the same time, one thread each, so that other load on the machine meets both.
+EVALUATE_STEPS steps. Each optimizer's rate, for each size, is that of the lowest final loss over RATES on the standard
+library, with a seed of its own. The results beside this file keep these losses; `--search` trains at the rates that
+they lack, adds them, and ends. Tokens to a loss are read off Muon's curve by linear interpolation. Runs of both
+optimizers go at the same time, one thread each, so that other load on the machine meets both.
 
 Two sizes and two corpora: this Python's standard library, and the text of `--text`. Then both optimizers take turns on
 2 ranks under ddp and fsdp, at 100 x width tokens a step (benchmarks/support/race.py). `--quick`: the smaller size, the
@@ -37,7 +37,7 @@ from training.tracking.rows import read_rows
 
 RESULTS = Path(__file__).with_name("loss_per_token.json")
 OPTIMIZERS = ("adamw", "muon")
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 VOCAB_SIZE, STEPS, EVALUATE_STEPS, WARMUP_STEPS, SEARCH_SEED = 65, 200, 10, 20, 1
 SIZES = {
     size.name: size
@@ -48,6 +48,7 @@ SIZES = {
 }
 # 100 x width tokens a step, on 2 ranks
 STEP = Size("width 128", {"layers": 4, "heads": 4, "width": 128}, VOCAB_SIZE, 64, 200, 50, 1)
+Searched = dict[str, dict[str, dict[str, float]]]  # size -> optimizer -> learning rate -> final loss
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,14 @@ def train_all(folder: Path, runs: Sequence[Run], *, measured: Measured, at_once:
         return dict(zip(runs, curves, strict=True))
 
 
-def search(curves: dict[Run, Curve]) -> dict[str, dict[str, float]]:
-    """Return each run's final loss, by optimizer and learning rate."""
-    found: dict[str, dict[str, float]] = {name: {} for name in OPTIMIZERS}
-    for run, curve in curves.items():
-        found[run.optimizer][f"{run.rate:g}"] = round(curve.final, 4)
-    return found
+def untried(sizes: Sequence[str], searched: Searched) -> list[Run]:
+    return [
+        Run("stdlib", size, name, rate, SEARCH_SEED)
+        for size in sizes
+        for rate in RATES
+        for name in OPTIMIZERS
+        if f"{rate:g}" not in searched.get(size, {}).get(name, {})
+    ]
 
 
 def compared(adamw: Curve, muon: Curve) -> dict[str, float]:
@@ -147,7 +150,7 @@ def step_time(folder: Path, strategy: str, *, measured: Measured, turns: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one size, one corpus, one seed; under 2 minutes alone")
-    parser.add_argument("--search", action="store_true", help="search the learning rates, and write the results")
+    parser.add_argument("--search", action="store_true", help="only train at the rates that the results lack")
     parser.add_argument("--text", type=Path, help="the second corpus: a text file")
     parser.add_argument("--sizes", nargs="*", default=[*SIZES], help="which of the sizes")
     parser.add_argument("--seeds", type=int, nargs="*", default=[2, 3, 4])
@@ -155,26 +158,21 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2, help="runs at one time")
     args = parser.parse_args()
     committed = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    searched: Searched = committed.get("searched", {})
     corpora = {"stdlib": None} | ({args.text.stem: args.text} if args.text and not args.quick else {})
     sizes, seeds = args.sizes, args.seeds
     if args.quick:
         sizes, seeds = sizes[:1], seeds[:1]
-    searched = committed.get("searched", {})
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         train_runs = functools.partial(train_all, folder, measured=measure(folder, threads=1), at_once=args.at_once)
         for corpus, text in corpora.items():
             write_corpus(folder / corpus, vocab_size=VOCAB_SIZE, text=text)
-        if unknown := [size for size in sizes if args.search or size not in searched]:
-            tried = [
-                Run("stdlib", size, name, rate, SEARCH_SEED)
-                for size in unknown
-                for rate in RATES
-                for name in OPTIMIZERS
-            ]
-            curves = train_runs(tried)
-            for size in unknown:
-                searched[size] = search({run: curve for run, curve in curves.items() if run.size == size})
+        for run, curve in train_runs(untried(sizes, searched)).items():
+            searched.setdefault(run.size, {}).setdefault(run.optimizer, {})[f"{run.rate:g}"] = round(curve.final, 4)
+        if args.search:
+            RESULTS.write_text(json.dumps(committed | {"searched": searched}, indent=1) + "\n")
+            return
         best = {
             (size, name): float(min(finals, key=finals.__getitem__))
             for size in sizes
@@ -190,7 +188,7 @@ def main() -> None:
             for corpus, size, seed in keys
         ]
         medians = {key: round(statistics.median(run[key] for run in runs), 3) for key in ("tokens_ratio", "time_ratio")}
-        results = {"rates": RATES, "steps": STEPS, "searched": searched, "runs": runs, **medians}
+        results = {"steps": STEPS, "searched": searched, "runs": runs, **medians}
         if not args.quick:
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         print(json.dumps(results), flush=True)

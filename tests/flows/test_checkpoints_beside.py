@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -14,6 +16,7 @@ import pytest
 
 from tasks.evaluation.beside import evaluations_of
 from tasks.evaluation.report import metrics_of_checkpoint
+from tests.support.lm_eval_tasks import write_tasks
 from tests.support.ranks import losses, run_ranks
 from tests.support.user_folder import DEADLINE_S, UserFolder
 from training.records.results import EvalReport
@@ -53,8 +56,10 @@ def test_checkpoints_get_their_losses_beside_a_training_that_is_killed_resumed_a
     sea.write_text("the sea and the sky sails\n" * 40)
     other.write_text("zebras quibble; 0123456789\n" * 40)
     sets = f"evaluation.held_out_sets={{sea: {sea}, numbers: {other}}}"
+    files = write_tasks(tmp_path / "tasks", continuations=["no"] * 9)
+    measured = (sets, f"evaluation.task_files=[{files}]", "evaluation.tasks=[endings]", "evaluation.every_steps=0")
     slow_steps = ("train.global_batch=64", "train.context=64", "train.log_every_steps=1", "parallel.strategy=single")
-    options = ("evaluation.checkpoints=beside", sets, "evaluation.every_steps=0", *slow_steps)
+    options = ("evaluation.checkpoints=beside", *measured, *slow_steps)
     process = user_folder.start("pretrain", str(user_folder.config), *options)
     until(lambda: bool(user_folder.run_dirs()), "the run's folder")
     (run_dir,) = user_folder.run_dirs()
@@ -79,9 +84,13 @@ def test_checkpoints_get_their_losses_beside_a_training_that_is_killed_resumed_a
     results = {each.own.step: each for each in evaluations_of(run_dir)}
     assert not processes_with(evaluator)
     mlflow_run = user_folder.mlflow_run(run_dir).info.run_id
-    for key in ("eval/loss", "eval/sets/sea/loss", "eval/sets/numbers/loss"):
+    for key in ("eval/loss", "eval/sets/sea/loss", "eval/sets/numbers/loss", "eval/endings/acc"):
         logged = {each.step: each.value for each in user_folder.mlflow.get_metric_history(mlflow_run, key)}
         assert logged == {step: metrics_of_checkpoint(found)[key] for step, found in results.items()}
+    with closing(sqlite3.connect(user_folder.home / "prefect" / "prefect.db")) as db:
+        query = "select name from task_run where name like 'Evaluate checkpoint %' and state_type = 'COMPLETED'"
+        shown = [name for (name,) in db.execute(query)]
+    assert sorted(shown) == [f"Evaluate checkpoint {step}" for step in steps]
     assert results[60].sets["sea"].loss < results[20].sets["sea"].loss < results[20].sets["numbers"].loss
     assert results[60].own == EvalReport.read(run_dir / "eval.json"), "measured once"
     assert json.loads(out)["val_loss"] == results[60].own.loss

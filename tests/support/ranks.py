@@ -150,13 +150,14 @@ def kill_and_resume(make: Callable[..., Path], *, ranks: int, at_step: int, undi
     """
     import torch  # not for the many who only read losses
 
-    plan_path = make(f"killed {ranks}", ranks=2)
+    name = f"killed {ranks}"
+    plan_path = make(name, ranks=2)
     killed = Ranks(plan_path)
     until(lambda: (plan_path.parent / METRICS).exists() and at_step in losses(plan_path), f"step {at_step} is logged")
     killed.signal(signal.SIGKILL)
     killed.wait()
     assert max(losses(plan_path)) < RunPlan.read(plan_path).steps
-    make(plan_path.parent.name, ranks=ranks)
+    make(name, ranks=ranks)
     run_ranks(plan_path)
     got, expected = losses(plan_path), losses(undisturbed)
     if ranks == 2:

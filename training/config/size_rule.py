@@ -110,11 +110,13 @@ def describe(config: Any) -> list[str]:
         if content[name][field] != value
     ]
     model, train = chosen["model"], chosen["train"]
-    tokens = train["steps"] * train["global_batch"] * config.train.context
+    steps, batch = train["steps"], train["global_batch"]
     return [
         f"model.size = {config.model.size}: {model['layers']} layers of width {model['width']:,} (about 64 for each "
-        f"layer), {tokens:,} tokens ({TOKENS_PER_PARAMETER} for each parameter), and for that many FLOPs batches of "
-        f"{train['global_batch']:,} sequences and a learning rate of {train['learning_rate']:g} (docs/training.md)"
+        f"layer) and {model['heads']} heads, {steps * batch * config.train.context:,} tokens ({TOKENS_PER_PARAMETER} "
+        f"for each parameter) in {steps:,} steps, and for that many FLOPs batches of {batch:,} sequences, a "
+        f"learning rate of {train['learning_rate']:g}, a minimum rate of {train['min_learning_rate']:g} and a warm-up "
+        f"of {train['warmup_steps']:,} steps (docs/training.md)"
         + (f"; given instead: {', '.join(given)}" if given else "")
     ]
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from tests.support.configs import tiny_config
 from training.config.run import RunConfig
 from training.config.serving import ServeConfig, ServingConfig, TritonConfig
+from training.facts.strategies import STRATEGIES, Strategy
 
 COMBINATIONS = [
     ({"model__width": 30}, "model.width = 30 is not divisible by model.heads = 4"),
@@ -22,14 +23,6 @@ COMBINATIONS = [
     ({"model__path": "somewhere"}, "would not be used: set model.init=pretrained"),
     ({"train__micro_batch": 9}, "train.micro_batch = 9 exceeds train.global_batch = 8"),
     ({"train__learning_rate": 1e-6}, "train.min_learning_rate"),
-    (
-        {"train__optimizer": "muon", "parallel__strategy": "zero2"},
-        "muon does not run with parallel.strategy=zero2, which cuts gradients into flat pieces",
-    ),
-    (
-        {"train__optimizer": "muon", "parallel__strategy": "fsdp", "parallel__offload": "parameters"},
-        "parallel.offload=parameters, since its products would run on the host: set parallel.offload=none",
-    ),
     ({"evaluation__every_steps": 0, "evaluation__early_stop_validations": 3}, "= 3 needs validations while training"),
     ({"launch__launcher": "kubernetes"}, "launch.launcher=kubernetes needs launch.image"),
     (
@@ -102,6 +95,28 @@ COMBINATIONS = [
 def test_a_combination_that_cannot_work_names_the_numbers(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         tiny_config(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "row", "offload"),
+    [(name, row, offload) for name, row in STRATEGIES.items() for offload in ("none", *row.offloads)],
+)
+def test_muon_is_refused_by_name_where_gradients_are_flat_or_state_is_offloaded(
+    strategy: str, row: Strategy, offload: str
+) -> None:
+    groups = {"parallel__group_ranks": 2} if row.in_groups else {}
+    asked = {"train__optimizer": "muon", "parallel__strategy": strategy, "parallel__offload": offload, **groups}
+    if strategy in {"zero2", "zero3"}:
+        message = (
+            f"muon does not run with parallel.strategy={strategy}, which cuts gradients into flat pieces.* use fsdp,"
+        )
+    elif offload != "none":
+        message = f"parallel.offload={offload}, since its products would run on the host: set parallel.offload=none"
+    else:
+        tiny_config(**asked)
+        return
+    with pytest.raises(ValidationError, match=message):
+        tiny_config(**asked)
 
 
 @pytest.mark.parametrize("overrides", [{"train__steps": 0}, {"train__stpes": 5}, {"parallel__strategy": "magic"}])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from flows.presets import command_for_all_steps, load_config, with_overrides
 from tests.support.configs import inventory
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
+from training.config.size_rule import choices
 from training.config.train import TrainConfig
 from training.planner.plan import make_plan
 
@@ -23,7 +26,12 @@ def test_the_model_has_the_size_that_was_asked_for_and_20_tokens_for_each_parame
     assert plan.shape.parameters == pytest.approx(asked, rel=0.07)
     tokens = config.train.steps * config.train.global_batch * config.train.context
     assert tokens == pytest.approx(20 * asked, rel=0.01)
-    assert any(reason.startswith(f"model.size = {size}: {config.model.layers} layers") for reason in plan.reasons)
+    (reason,) = [line for line in plan.reasons if line.startswith(f"model.size = {size}: ")]
+    chosen = [value for fields in choices(config.model_dump()).values() for value in fields.values() if value]
+    assert len(chosen) == 8
+    words = re.findall(r"[\d.,e-]+\b", reason)
+    for value in chosen:
+        assert (f"{value:,}" if isinstance(value, int) else f"{value:g}") in words
 
 
 def test_at_gpt2s_vocabulary_124m_is_gpt2s_own_shape_and_the_rates_are_the_papers() -> None:

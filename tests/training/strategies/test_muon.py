@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.support.layouts import LAYOUTS, Layout
 from tests.support.ranks import Ranks, losses, run_ranks
+from tests.support.tiny_shards import VOCAB
 from tests.training.strategies.test_strategies import COMMON, SMALL, assert_equal_training
 from training.checkpoint.safetensors_files import TensorFiles
 from training.config.train import TrainConfig
@@ -26,6 +27,8 @@ from training.strategies.optim import build_adamw
 MUON: dict[str, Any] = {"train__optimizer": "muon"}
 REFUSED = {"zero2", "zero3", "zero2 offload", "zero3 offload", "zero2 4", "zero3 4"}
 LONG = set(LAYOUTS) - {"ddp", "fsdp", "tp", "pp", "hsdp 4", "fsdp x tp", "zero1", "unlike", "local-sgd"}
+EXPERTS = {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4}
+CHAIN = ("ddp", "hsdp", "fsdp", "cp", "tp", "local-sgd", "pp interleaved", "sp", "pp", "zero1", "single")
 SINGLE: Layout = (1, {"parallel__strategy": "single"})
 # A sum of gradients in another order moves some numbers to the next bf16, 0.4% away, before the products. Measured over
 # all layouts: losses by 8e-6, and each weight by 0.5% of its norm at most.
@@ -36,13 +39,19 @@ def assert_equal_within_bf16(expected: Path, got: Path) -> None:
     assert_equal_training(expected, got, bound=WEIGHT_BOUND, loss_bound=LOSS_BOUND, of_norm=True)
 
 
+def tiny_hf_config(model_type: str, **more: Any) -> Any:
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+    return AutoConfig.for_model(model_type, **sizes, **more)
+
+
 def tiny(model_type: str, **more: Any) -> Any:
     """A model of a type, of two layers, on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes, **more))
+        return AutoModelForCausalLM.from_config(tiny_hf_config(model_type, **more))
 
 
 @pytest.mark.parametrize("products", ["bf16", "fp32"])
@@ -103,7 +112,7 @@ def test_hidden_matrices_are_found_by_their_place_and_shape() -> None:
     gpt2 = hidden_matrices(tiny("gpt2"))
     assert not [name for name in gpt2 if "wte" in name or "wpe" in name or "ln_" in name or name.endswith("bias")]
     assert len(gpt2) == 2 * 4
-    mixtral = hidden_matrices(tiny("mixtral", intermediate_size=48, num_key_value_heads=2, num_local_experts=4))
+    mixtral = hidden_matrices(tiny("mixtral", **EXPERTS))
     experts = [name for name, matrix in mixtral.items() if "experts" in name]
     assert len(experts) == 2 * 2, "gate and up in one tensor, and down, of all experts"
     assert "lm_head.weight" not in mixtral
@@ -139,11 +148,18 @@ def test_every_layout_makes_the_update_of_one_process(layout: str, alone: Path, 
 
 
 @pytest.mark.slow
-def test_fused_attention_is_whole_for_tp_ranks_too(make_run: Callable[..., Path]) -> None:
-    model = {"model__architecture": "gpt2", "model__kv_heads": 0}
+@pytest.mark.parametrize(
+    ("model_type", "layout", "sizes"),
+    [("gpt2", "tp", {}), pytest.param("mixtral", "fsdp", EXPERTS, marks=pytest.mark.long)],
+)
+def test_matrices_of_one_tensor_are_orthogonalized_one_by_one_on_ranks_too(
+    model_type: str, layout: str, sizes: dict[str, int], make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    tiny_hf_config(model_type, **sizes).save_pretrained(tmp_path)
+    model = {"model__architecture": "path", "model__path": str(tmp_path), "evaluation__every_steps": 0}
     plans = [
-        make_run(f"muon gpt2 {name}", ranks=ranks, **COMMON, **SMALL, **MUON, **model, **overrides)
-        for name, (ranks, overrides) in {"alone": SINGLE, "tp": LAYOUTS["tp"]}.items()
+        make_run(f"muon {model_type} {name}", ranks=ranks, **(COMMON | SMALL | MUON | model | overrides))
+        for name, (ranks, overrides) in {"alone": SINGLE, layout: LAYOUTS[layout]}.items()
     ]
     for plan_path in plans:
         run_ranks(plan_path)
@@ -152,15 +168,14 @@ def test_fused_attention_is_whole_for_tp_ranks_too(make_run: Callable[..., Path]
 
 @pytest.mark.slow
 def test_a_run_that_changes_its_layout_is_the_run_of_one_process(make_run: Callable[..., Path]) -> None:
-    chain = ("ddp", "fsdp", "tp", "pp", "zero1", "single")
-    common = {**COMMON, **MUON, "train__decay_steps": len(chain), "train__micro_batch": 1}
+    common = {**COMMON, **SMALL, **MUON, "train__decay_steps": len(CHAIN), "evaluation__every_steps": 0}
 
     def leg(name: str, layout: Layout, *, until: int) -> Path:
         return make_run(f"muon {name}", ranks=layout[0], **(common | {"train__steps": until}), **layout[1])
 
-    whole, moving = leg("whole", SINGLE, until=len(chain)), leg("moving", SINGLE, until=1)
+    whole, moving = leg("whole", SINGLE, until=len(CHAIN)), leg("moving", SINGLE, until=1)
     run_ranks(whole)
-    for number, name in enumerate(chain, start=1):
+    for number, name in enumerate(CHAIN, start=1):
         leg(f"leg {number}", LAYOUTS.get(name, SINGLE), until=number).rename(moving)
         run_ranks(moving)
     assert losses(moving).keys() == losses(whole).keys()
@@ -199,3 +214,9 @@ def test_moments_of_the_other_optimizer_are_left_and_it_is_said(make_run: Callab
     assert moments["step"] == 1
     assert "model.layers.0.mlp.up_proj.weight.momentum_buffer" in moments
     assert "model.layers.0.mlp.up_proj.weight.exp_avg" not in moments
+
+    of_muon = str(checkpoint_folder(plan_path.parent, 3))
+    begins = {"model__init": "pretrained", "model__path": of_muon, "train__optimizer_path": of_muon}
+    ranks = Ranks(make_run("back to adamw", **(common | begins | {"train__steps": 1})))
+    ranks.finish()
+    assert "has the moments of train.optimizer=muon, which adamw does not take" in ranks.log()

@@ -95,6 +95,6 @@ def test_a_killed_run_goes_on_with_the_batches_that_were_planned(ranks: int, mak
 
     def make(name: str, *, ranks: int) -> Path:
         strategy = {} if ranks > 1 else {"parallel__strategy": "single"}
-        return make_run(f"grows {name.removeprefix('grows ')}", ranks=ranks, **settings | strategy)
+        return make_run(f"grows {name}", ranks=ranks, **settings | strategy)
 
     kill_and_resume(make, ranks=ranks, at_step=6, undisturbed=undisturbed)
