@@ -144,9 +144,7 @@ def test_requests_at_the_same_time_keep_their_texts_apart(vllm: Served, onnx: ht
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("body", "named"), REFUSED.values(), ids=REFUSED)
-def test_what_vllm_refuses_is_the_clients_mistake(
-    body: dict[str, Any], named: str, stream: bool, vllm: Served
-) -> None:
+def test_what_vllm_refuses_is_the_clients_mistake(body: dict[str, Any], named: str, stream: bool, vllm: Served) -> None:
     """A stream too is refused by its status, not by an event after 200."""
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 3, "stream": stream}
     reply = vllm[0].post("/v1/completions", json=asked | body)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     with pytest.MonkeyPatch.context() as patch, listen("127.0.0.1", 0) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)  # else the kernel holds megabytes of a reply
         patch.setattr(connections, "HEAD_S", LIMIT_S)
         patch.setattr(connections, "max_connections", lambda: 100)
         config = connections.uvicorn_config(app, keep_alive_s=75, timeout_s=LIMIT_S, drain_s=1)
@@ -51,21 +53,19 @@ def connection(address: tuple[str, int]) -> Iterator[socket.socket]:
 
 def test_a_head_that_trickles_in_has_no_more_time_than_another(connection: socket.socket) -> None:
     began = time.monotonic()
-    with pytest.raises(OSError):
-        for byte in b"GET / HTTP/1.1\r\nX-Slow: " + b"a" * 1000:
+    with suppress(ConnectionError):
+        for byte in b"GET / HTTP/1.1\r\nX-Slow: " + b"a" * 500:
             connection.sendall(bytes([byte]))
             time.sleep(0.02)
-    assert LIMIT_S <= time.monotonic() - began < 10
+    assert LIMIT_S <= time.monotonic() - began < 5 * LIMIT_S
 
 
 def test_a_reply_that_is_read_a_little_at_a_time_has_no_more_time_than_another(connection: socket.socket) -> None:
     connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
     read, began = 0, time.monotonic()
-    try:
+    with suppress(ConnectionError):
         while piece := connection.recv(2**14):
             read += len(piece)
             time.sleep(0.002)
-    except ConnectionResetError:
-        pass
+    assert LIMIT_S <= time.monotonic() - began < 5 * LIMIT_S
     assert read < PIECES * 2**16, "the whole reply came"
-    assert LIMIT_S <= time.monotonic() - began
