@@ -186,10 +186,10 @@ class VllmProcess:
                 self.path.unlink(missing_ok=True)
                 self.process = process = self._start()
             if has_started := self._wait_until_it_answers(process):
-                self._note(ready=True)
-                logger.info("vLLM is ready: %s", " ".join(self.command))
                 if self.precision == "auto":
                     self._log_precision()
+                self._note(ready=True)
+                logger.info("vLLM is ready: %s", " ".join(self.command))
                 process.wait()
             cause = self._cause(process.poll())
             with suppress(ProcessLookupError):  # the processes that vLLM started and may have left

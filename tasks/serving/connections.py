@@ -1,8 +1,8 @@
-"""Bounds on the server's connections: their number, the time of a request's head, and of a reader that stalls.
+"""Bounds on the server's connections: their number, the time of a request's head, and of a reader that falls behind.
 
-Uvicorn bounds only the time between two requests (timeout_keep_alive). The bounds are those of nginx: a new connection
-takes the place of an idle one (worker_connections), a head has a time limit (client_header_timeout), and so has a write
-(send_timeout).
+Uvicorn bounds only the time between two requests (timeout_keep_alive). Two bounds are nginx's: a new connection takes
+the place of an idle one (worker_connections), and a head has a time limit (client_header_timeout). A reply has one in
+all; nginx's (send_timeout) is for each write, so that a client which reads a little at a time has no end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def max_connections() -> int:
 
 
 def uvicorn_config(app: object, *, keep_alive_s: float, timeout_s: float, drain_s: int) -> uvicorn.Config:
-    """Return uvicorn's settings. `timeout_s`: seconds that a client may not read while a reply waits for it."""
+    """Return uvicorn's settings. `timeout_s`: for a client to catch up with a reply that waits for it."""
     limits = {"limit": max_connections(), "stalled_s": timeout_s}
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
@@ -85,9 +85,12 @@ class BoundedProtocol(H11Protocol):
         if self._is_idle and self._head is None:
             self._head = self.loop.call_later(HEAD_S, self.transport.abort)
         super().data_received(data)
-        if self._head and not self._is_idle:
+        if self._head and not self._is_idle:  # a request begins
             self._head.cancel()
             self._head = None
+            if self._stalled and not self.flow.write_paused:
+                self._stalled.cancel()
+                self._stalled = None
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are not HTTP in the form of other errors, unless a reply has begun."""
@@ -100,23 +103,14 @@ class BoundedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._limit_write()
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(self.stalled_s, self._end_if_stalled)
 
-    def _limit_write(self) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        self._stalled = self.loop.call_later(self.stalled_s, self._end_if_stalled, unsent)
-
-    def _end_if_stalled(self, unsent: int) -> None:
-        """Close the connection if its client has read nothing since `unsent` bytes waited for it."""
-        if self.transport.get_write_buffer_size() < unsent:
-            self._limit_write()
-        else:
+    def _end_if_stalled(self) -> None:
+        """Close the connection if its reply waits for its reader, `stalled_s` after it first had to."""
+        self._stalled = None
+        if self.flow.write_paused:
             self.transport.abort()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stalled:
-            self._stalled.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head, self._stalled):

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.support.made_once import made_once
 from tests.support.mlflow_store import Store, new_store
 from tests.support.repository import REPO
 from tests.support.serving import server
-from tests.support.tiny_run import tiny_run
+from tests.support.tiny_run import END, tiny_run
 from tests.support.waiting import until
 from training.config.serving import InferenceConfig
 
@@ -36,10 +37,11 @@ SETTINGS = {"engine": "vllm", "precision": "fp32", "vllm_memory": 0.05}
 CONTEXT = 32
 START_S = 1200
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+NO_END: dict[str, Any] = {"logit_bias": {str(END): -100}}  # greedily, a document ends where it begins
 BODIES: dict[str, dict[str, Any]] = {
     "a text": {"prompt": "def add(a"},
     "bytes of several tokens": {"prompt": "größer, 中 "},
-    "an empty prompt": {"prompt": ""},
+    "an empty prompt": {"prompt": "", **NO_END},
     "token IDs": {"prompt": [100, 101, 102]},
     "bias": {"prompt": "def ", "logit_bias": {"97": 3, "98": -50}},
     "penalties": {"prompt": "aaaa", "presence_penalty": 1.0, "frequency_penalty": 0.5},
@@ -52,6 +54,7 @@ BODIES: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a regular expression": ({"structured_outputs": {"regex": "(("}}, "regex"),
     "a schema": ({"structured_outputs": {"json": {"$ref": "#"}}}, "json"),
+    "a temperature": ({"temperature": 2.5}, "vLLM takes 2 at most"),
 }
 
 
@@ -117,10 +120,15 @@ def test_a_text_ends_where_a_stop_text_begins(vllm: Served, onnx: httpx.Client) 
 
 
 @pytest.mark.parametrize(
-    "body", [{"prompt": "def add(a"}, {"prompt": [100] * (CONTEXT - 1), "echo": True, "max_tokens": 0}]
+    "body",
+    [
+        {"prompt": "def add(a"},
+        {"prompt": [100] * (CONTEXT - 1), "echo": True, "max_tokens": 0},
+        {"prompt": "", "echo": True, **NO_END},  # which vLLM itself refuses
+    ],
+    ids=["new tokens", "a prompt as long as vLLM scores", "an empty prompt with its text"],
 )
 def test_log_probabilities_are_onnx_runtimes(body: dict[str, Any], vllm: Served, onnx: httpx.Client) -> None:
-    """Of new tokens, and of a prompt as long as vLLM scores."""
     found, expected = (completed(client, logprobs=2, **body)["logprobs"] for client in (vllm[0], onnx))
     assert found["tokens"] == expected["tokens"]
     pairs = list(zip(found["token_logprobs"], expected["token_logprobs"], strict=True))
@@ -135,10 +143,13 @@ def test_requests_at_the_same_time_keep_their_texts_apart(vllm: Served, onnx: ht
     assert found == [completed(onnx, prompt=prompt) for prompt in prompts]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("body", "named"), REFUSED.values(), ids=REFUSED)
-def test_a_bad_grammar_is_the_clients_mistake(body: dict[str, Any], named: str, vllm: Served) -> None:
-    reply = vllm[0].post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 3} | body)
-    assert (reply.status_code, named in reply.text) == (400, True), reply.text
+def test_what_vllm_refuses_is_the_clients_mistake(body: dict[str, Any], named: str, stream: bool, vllm: Served) -> None:
+    """A stream too is refused by its status, not by an event after 200."""
+    asked = {"model": "tiny", "prompt": "x", "max_tokens": 3, "stream": stream}
+    reply = vllm[0].post("/v1/completions", json=asked | body)
+    assert (reply.status_code, named in reply.json()["error"]["message"]) == (400, True), reply.text
     assert vllm[0].get("/health/ready").status_code == 200
 
 
@@ -147,23 +158,39 @@ def vllm_of(process: psutil.Process) -> psutil.Process:
     return found
 
 
-def running_requests(process: psutil.Process) -> float:
-    """Return how many requests vLLM says that it runs."""
+def figure(process: psutil.Process, name: str) -> float:
+    """Return one of vLLM's own metrics."""
     command = vllm_of(process).cmdline()
     connection = UnixConnection(Path(command[command.index("--uds") + 1]), timeout_s=60)
     connection.request("GET", "/metrics")
     lines = connection.getresponse().read().decode().splitlines()
     connection.close()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+    (value,) = (float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+    return value
 
 
 def test_a_client_that_leaves_ends_its_request_in_vllm(vllm: Served) -> None:
+    """vLLM counts no aborted requests, so its silence for a second is the proof: a text is many requests to it."""
     client, process = vllm
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "temperature": 0, "stream": True}
+    asked, before = 4000, figure(process, "generation_tokens_total")
+    body = {"model": "tiny", "prompt": "x", "max_tokens": asked, "temperature": 0, "stream": True}
+
+    def is_silent() -> bool:
+        made = figure(process, "generation_tokens_total")
+        for _ in range(20):
+            if figure(process, "num_requests_running"):
+                return False
+            time.sleep(0.05)
+        return figure(process, "generation_tokens_total") == made
+
     with client.stream("POST", "/v1/completions", json=body) as reply:
-        first = next(line for line in reply.iter_lines() if line.startswith("data:"))
+        lines = reply.iter_lines()  # kept: the response is closed with it
+        first = next(lines)
         assert json.loads(first.removeprefix("data:"))["choices"]
-    until(lambda: running_requests(process) == 0, "vLLM has ended the request")
+        until(lambda: figure(process, "num_requests_running") == 1, "vLLM runs the request")
+        assert not is_silent()
+    until(is_silent, "vLLM has ended the request", within_s=30)
+    assert 0 < figure(process, "generation_tokens_total") - before < asked
 
 
 def test_a_killed_vllm_comes_back_and_leaves_no_process(vllm: Served, onnx: httpx.Client) -> None:
@@ -190,5 +217,16 @@ def test_two_tensor_ranks_make_the_text_of_one(store: Store, monkeypatch: pytest
         for prompt in ("def add(a", "größer, 中 "):
             sampling: dict[str, Any] = {"new_tokens": 12, "temperature": 0}
             assert engine.generate(prompt, **sampling) == expected.generate(prompt, **sampling)
+    finally:
+        engine.close()
+
+
+def test_it_says_that_vllm_casts_fp32_weights_by_itself(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "tasks.inference.vllm_process")
+    engine = open_engine(store.exported / "export", InferenceConfig.model_validate(SETTINGS | {"precision": "auto"}))
+    try:
+        said = "precision: bfloat16 (vLLM's choice; the export's weights are float32); set inference.precision=fp32"
+        assert said in caplog.text
+        assert engine.generate("def ", new_tokens=4, temperature=0)
     finally:
         engine.close()

@@ -244,8 +244,10 @@ def test_error_rate_and_p95_are_read_of_the_version_that_is_watched() -> None:
     for code, seconds in (("200", 0.04), ("200", 0.04), ("400", 0.04), ("500", 0.2)):
         metrics.requests.labels("tiny", "4", code).inc()
         metrics.seconds.labels("tiny", "4").observe(seconds)
+    for version, code in (("4", "499"), ("", "429"), ("", "503")):  # clients that left, and a server that was busy
+        metrics.requests.labels("tiny", version, code).inc(50)
     since = read_counts(metrics.page().decode(), version=4).since(before)
-    assert (since.requests, since.failed) == (3, 1), "a client's mistake is none of the version's"
+    assert (since.requests, since.failed) == (3, 1), "neither clients' mistakes nor a busy server are the version's"
     assert since.error_rate == pytest.approx(1 / 3)
     assert 100 < since.p95_ms < 250  # within its bucket
     assert since.since(Counts(requests=1000)) == since  # a server that began anew

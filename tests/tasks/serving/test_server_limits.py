@@ -11,6 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tasks.promotion.servers import Counts, read_counts
 from tests.support.mlflow_store import Store
 from tests.support.serving import server
 from tests.support.waiting import until
@@ -38,7 +39,8 @@ def test_a_client_that_leaves_is_noticed_and_its_text_ended(champion: Store) -> 
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=LONG, timeout=0.3)
         until(lambda: metric(client, "shardline_requests_in_flight") == 0, "no request in flight", within_s=20)
-        assert metric(client, "shardline_requests_total", code="499") == 2
+        assert metric(client, "shardline_requests_total", code="499", version="1") == 2
+        assert read_counts(client.get("/metrics").text, version=1) == Counts(), "no failure of the version"
         assert 0 < metric(client, "shardline_generated_tokens_total") < 1_000_000
 
 
@@ -71,6 +73,7 @@ def test_the_next_request_waits_and_the_one_after_is_told_to_come_again(champion
             assert refused.json()["error"]["type"] == "rate_limit_error"
             assert not waiting.done()
         assert waiting.result().status_code == 200
+        assert metric(client, "shardline_requests_total", code="429", version="") == 1
 
 
 def test_sigterm_lets_requests_under_way_finish(champion: Store) -> None:
