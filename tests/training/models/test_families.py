@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from tests.support.families import UNLIKE, is_masked, tiny_config
+from tests.support.families import UNLIKE, counted, has_plan, is_masked, refusals, report, tiny_config
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
 from tests.support.repository import REPO
 from tests.support.tiny_shards import VOCAB
 from tests.training.strategies.test_strategies import COMMON, DATA, SMALL, WEIGHT_BOUND, assert_equal_training
+from training.facts import families
 from training.facts.families import can
 from training.models.family import Tail, family_of
 from training.models.language_model import LanguageModel
@@ -50,6 +51,44 @@ def test_nearly_every_type_that_has_a_plan_is_equal() -> None:
     assert found["equal_pp"] >= 0.92 * found["types"]
     assert found["equal_tp"] >= 0.92 * found["types"]
     assert found["equal_pp_tp"] >= 0.87 * found["types"]
+
+
+def test_what_is_right_with_pp_and_with_tp_but_not_with_both_is_refused_together(
+    folder: Callable[[str], Path],
+    make_run: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    together = {"pp_tp": "its loss is 2.0 instead of 1.0"}
+    report({"qwen3": together}, write=False)
+    counts = json.loads(capsys.readouterr().out)
+    assert (counts["equal_pp"], counts["equal_tp"], counts["equal_pp_tp"], counts["silently_wrong"]) == (1, 1, 0, 1)
+    monkeypatch.setitem(families._table()["types"], "qwen3", refusals(together))
+    config = settings("qwen3", folder("qwen3"))
+    for axis in ("pp", "tp"):
+        make_run(f"by {axis}", ranks=2, **config | {f"parallel__{axis}": 2})
+    words = r"cannot be split by parallel.pp = 2 and parallel.tp = 2: its admission test failed"
+    for asked in ({"parallel__pp": 2}, {"parallel__stages": ((2, 2),)}):
+        with pytest.raises(ValueError, match=words):
+            make_run("refused", ranks=4, **config | {"parallel__tp": 2} | asked)
+
+
+def test_the_pages_count_types_as_the_table_does() -> None:
+    types = json.loads(families.TABLE.read_text())["types"]
+    found, planned = counted(types, can), {name for name in types if has_plan(name)}
+    assert found["equal_cp"] == found["equal_documents"]
+    known = [name for name, refused in types.items() if "*" not in refused]
+    compiled = f"{sum(can(name, 'compile') for name in known)} of {len(known)} types"
+    words = {name: " ".join((REPO / name).read_text().split()) for name in ("docs/training.md", "CHANGELOG.md")}
+    for sentence in (
+        "Of the {types} types that transformers 5.24 has a tp plan for, {equal_pp} are equal as stages of a pipeline, "
+        "{equal_tp} under tp, {equal_pp_tp} under both, {equal_documents} with documents and under cp, {equal_sp} with "
+        "sequence parallelism; {refused} are refused pp, tp, cp or documents",
+        f"among them, {sum(can(name, 'pp') for name in types.keys() - planned)} more have stages",
+        f"({compiled};",
+    ):
+        assert sentence.format(**found) in words["docs/training.md"]
+    assert f"layers are compiled for {compiled} of models" in words["CHANGELOG.md"]
 
 
 @pytest.fixture(scope="module")
