@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tests.support.families import UNLIKE, counted, has_plan, is_masked, refusals, report, tiny_config
@@ -74,21 +77,37 @@ def test_what_is_right_with_pp_and_with_tp_but_not_with_both_is_refused_together
 
 
 def test_the_pages_count_types_as_the_table_does() -> None:
-    types = json.loads(families.TABLE.read_text())["types"]
+    table = json.loads(families.TABLE.read_text())
+    types, release = table["types"], table["transformers"].rpartition(".")[0]
     found, planned = counted(types, can), {name for name in types if has_plan(name)}
     assert found["equal_cp"] == found["equal_documents"]
     known = [name for name, refused in types.items() if "*" not in refused]
     compiled = f"{sum(can(name, 'compile') for name in known)} of {len(known)} types"
     words = {name: " ".join((REPO / name).read_text().split()) for name in ("docs/training.md", "CHANGELOG.md")}
     for sentence in (
-        "Of the {types} types that transformers 5.24 has a tp plan for, {equal_pp} are equal as stages of a pipeline, "
-        "{equal_tp} under tp, {equal_pp_tp} under both, {equal_documents} with documents and under cp, {equal_sp} with "
-        "sequence parallelism; {refused} are refused pp, tp, cp or documents",
+        f"builds each type of transformers {release} tiny",
+        f"types that transformers {release} has a tp plan for",
+        "Of the {types} types",
+        "for, {equal_pp} are equal as stages of a pipeline, {equal_tp} under tp, {equal_pp_tp} under both, "
+        "{equal_documents} with documents and under cp, {equal_sp} with sequence parallelism; {refused} are refused",
         f"among them, {sum(can(name, 'pp') for name in types.keys() - planned)} more have stages",
         f"({compiled};",
     ):
         assert sentence.format(**found) in words["docs/training.md"]
     assert f"layers are compiled for {compiled} of models" in words["CHANGELOG.md"]
+
+
+def test_transformers_is_admitted_up_to_the_release_that_was_tested() -> None:
+    tested = json.loads(families.TABLE.read_text())["transformers"]
+    major, minor = map(int, tested.split(".")[:2])
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    needed = map(Requirement, itertools.chain(project["dependencies"], *project["optional-dependencies"].values()))
+    bounds = [each.specifier for each in needed if each.name == "transformers"]
+    assert bounds
+    for bound in bounds:
+        assert bound.contains(tested)
+        assert bound.contains(f"{major}.{minor}.99")
+        assert not bound.contains(f"{major}.{minor + 1}")
 
 
 @pytest.fixture(scope="module")
