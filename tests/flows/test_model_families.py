@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.registry.models import resolve
 from tests.support.buffered_models import buffers_in, save_family
 from tests.support.families import tiny_config
+from tests.support.mlflow_store import Store
 from tests.support.ranks import losses
+from tests.support.serving import server
 from tests.support.tiny_run import VOCAB
 from tests.support.user_folder import UserFolder, wait_for_step
 from tests.training.checkpoint.test_model_state import held_out_loss, trained_loss
+from tests.training.models.test_pretrained import loss_of_step
 from training.checkpoint.safetensors_files import TensorFiles
+from training.records.checkpoint import checkpoint_folder
+from training.records.plan import RunPlan
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +79,8 @@ def test_a_family_is_continued_killed_resumed_exported_and_served(model_type: st
     command = [
         *pretrain(user_folder, folder),
         MESHES[model_type],
-        "checkpoint.every_steps=5",
+        "parallel.ranks=2",
+        *("checkpoint.every_steps=5", "checkpoint.keep_last=4"),
         "train.log_every_steps=1",
     ]
     outcome: dict[str, Any] = json.loads(user_folder.run(*command, f"name={model_type}", "--json")[0])
@@ -88,10 +94,22 @@ def test_a_family_is_continued_killed_resumed_exported_and_served(model_type: st
     assert (again["step"], again["val_loss"]) == (20, outcome["val_loss"]), "to the bit"
     assert losses(killed_dir / "plan.json") == losses(run_dir / "plan.json")
 
-    served = resolve(f"{model_type}@champion", tracking_uri=f"sqlite:///{user_folder.home}/mlflow.db").export_dir
+    plan, trained = RunPlan.read(run_dir / "plan.json"), losses(run_dir / "plan.json")
+    assert plan.world_size == 2
+    for step in (1, 6, 11, 16):
+        before = checkpoint_folder(run_dir, step - 1) if step > 1 else folder
+        assert trained[step] == pytest.approx(loss_of_step(step, before, plan), rel=1e-5)
+    assert trained[16] < trained[1]
+
+    store = Store(f"sqlite:///{user_folder.home}/mlflow.db", user_folder.folder, "", run_dir)
+    served = resolve(f"{model_type}@champion", tracking_uri=store.uri).export_dir
     assert outcome["val_loss"] == pytest.approx(held_out_loss(run_dir / "plan.json", served), rel=1e-5)
-    text, _ = user_folder.run("generate", f"{model_type}@champion", "the sea", "--tokens", "8")
-    assert text.strip()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(served), AutoTokenizer.from_pretrained(served)
+    prompt = tokenizer("the sea", return_tensors="pt")
+    expected = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    with server(store, f"{model_type}@champion") as (client, _):
+        answer = client.post("/generate", json={"prompt": "the sea", "new_tokens": 8, "temperature": 0})
+    assert answer.json()["text"] == tokenizer.decode(expected, skip_special_tokens=True)
 
 
 def test_a_folder_without_a_layers_mlp_ends_before_its_corpus_is_tokenized(user_folder: UserFolder) -> None:

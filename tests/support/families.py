@@ -21,9 +21,9 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tasks.workspace.processes import free_port
-from training.facts.families import TABLE, can
+from training.facts.families import TABLE, Ability, can
 from training.inference.model_shard import ModelShard
 from training.inference.steps import Extend, Prefill
 from training.models import document_attention, hugging_face
@@ -57,7 +57,7 @@ TOLERANCE = 2e-4  # of a gradient's largest number: fp32 sums are taken in anoth
 SMALLEST = 1e-6  # … and of this share of the largest of all: a key's bias has no effect, its gradient is rounding
 TIMEOUT_S = 60
 MOST_PARAMETERS = 100_000_000
-ABILITIES = ("pp", "tp", "sp", "cp", "documents", "fresh", "cached", "compile")
+ABILITIES: tuple[Ability, ...] = get_args(Ability)
 UNLIKE = (  # a dozen that have little in common, for CI
     "llama",
     "gpt2",
@@ -545,7 +545,8 @@ def refusals(found: dict[str, str]) -> dict[str, str]:
     """Return why a type is refused, by ability, from what its checks found."""
     if alone := found.get("alone"):
         return dict.fromkeys(ABILITIES, alone)
-    return {ability: _in_its_test(why) for ability in ABILITIES if (why := _why(found, ability))}
+    given = {"sp": found["tp"]} | found if "tp" in found else found
+    return {ability: _in_its_test(given[ability]) for ability in ABILITIES if ability in given}
 
 
 def _in_its_test(why: str) -> str:
@@ -553,12 +554,6 @@ def _in_its_test(why: str) -> str:
     if what_differs:
         return f"in its test {why}"
     return f"its test ended in {why}" if re.match(r"\w+: ", why) else why
-
-
-def _why(found: dict[str, str], ability: str) -> str | None:
-    if ability in {"pp", "tp"}:
-        return found.get(ability)
-    return found.get(ability) or (found.get("tp") if ability == "sp" else None)
 
 
 def counts_from_pad(model_type: str) -> bool:
@@ -602,28 +597,33 @@ def report(found: dict[str, dict[str, str]], *, write: bool) -> None:
         f"{model_type} {ability}"
         for model_type, refused in table.items()
         for ability in ABILITIES
-        if not write and can(model_type, ability) and ability in refused  # type: ignore[arg-type]
+        if not write and can(model_type, ability) and ability in refused
     ]
     if write:
         write_table(table)
-    planned = [model_type for model_type in found if has_plan(model_type)]
-
-    def equal(*checks: str) -> int:
-        return sum(not {"alone", *checks} & found[model_type].keys() for model_type in planned)
-
     if wrong:
         print("admitted by the table, and not equal: " + ", ".join(wrong), file=sys.stderr)
-    counts = {
+    counts = counted(table, lambda model_type, ability: ability not in table[model_type])
+    print(json.dumps(counts | {"silently_wrong": len(wrong)}))
+
+
+def counted(types: Iterable[str], may: Callable[[str, Ability], bool]) -> dict[str, int]:
+    """Count those of these types that have a tp plan, by what they can do."""
+    planned = [model_type for model_type in types if has_plan(model_type)]
+
+    def equal(*abilities: Ability) -> int:
+        return sum(all(may(model_type, ability) for ability in abilities) for model_type in planned)
+
+    return {
         "types": len(planned),
         "equal_pp": equal("pp"),
         "equal_tp": equal("tp"),
         "equal_pp_tp": equal("pp", "tp", "pp_tp"),
+        "equal_sp": equal("sp"),
         "equal_cp": equal("cp"),
         "equal_documents": equal("documents"),
-        "refused": sum(bool({"pp", "tp", "cp", "documents"} & table[model_type].keys()) for model_type in planned),
-        "silently_wrong": len(wrong),
+        "refused": len(planned) - equal("pp", "tp", "pp_tp", "cp", "documents"),
     }
-    print(json.dumps(counts))
 
 
 def main() -> None:

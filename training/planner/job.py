@@ -114,10 +114,15 @@ class Job:
         parts = ((self.attention_parameters, heads), (rest, self.shape.mlp_width))
         return sum(number * newton_schulz_flops(width, other) / (width * other) for number, other in parts if other)
 
-    @property
+    @cached_property
     def is_gated(self) -> bool:
-        """Whether the MLP has three matrices, as Llama's has, rather than two, as those of GPT-2 and BERT have."""
-        return self.shape.architecture not in {"gpt2", "bert"}
+        """Whether the MLP has three matrices, as Llama's has, rather than two, as those of GPT-2 and BERT have.
+
+        Counted in layers with attention and without experts that a token is not sent to; all others count as gated.
+        """
+        square = self.shape.width * self.shape.mlp_width
+        dense = [layer for layer in self.shape.sizes.layers if layer.attention and layer.used == layer.parameters]
+        return not 0 < max((layer.multiplied - layer.attention for layer in dense), default=0) < 2.5 * square
 
     @cached_property
     def is_causal(self) -> bool:

@@ -20,7 +20,14 @@ from training.planner.job import Layout, Mesh, Offload, Recompute
 from training.planner.price.pricing import CLOSE, LISTED, TIED, PricedLayout, Ranking, best_first
 from training.planner.price.replicas import RankPrices
 from training.planner.question import Question
-from training.planner.reasons.refusals import LEFT_OUT, accumulation_refusal, accumulations, check_stages, mesh_refusal
+from training.planner.reasons.refusals import (
+    LEFT_OUT,
+    accumulation_refusal,
+    accumulations,
+    check_stages,
+    mesh_refusal,
+    split_refusal,
+)
 from training.records.plan import ModelShape, even_stages
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -323,5 +330,7 @@ def _stage_layouts(by_rank: RankPrices, even: Layout | None) -> Iterator[Layout]
         sizes = by_rank.cut(layout_of(even.tp, equal, even.recompute), [by_rank.kinds[0]] * even.pp)
         found = [(even.tp, (sizes,) * even.dp, even.recompute)] if sizes and sizes != equal[0] else []
     for tp, stages, recomputed in found:
+        if split_refusal(question.shape, tp=tp, pp=max(map(len, stages))):
+            continue
         for accumulation in accumulations(question.config, stages):
             yield layout_of(tp, stages, recomputed, accumulation)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from tests.support.families import UNLIKE, is_masked, tiny_config
+from tests.support.families import UNLIKE, counted, has_plan, is_masked, refusals, report, tiny_config
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
 from tests.support.repository import REPO
 from tests.support.tiny_shards import VOCAB
 from tests.training.strategies.test_strategies import COMMON, DATA, SMALL, WEIGHT_BOUND, assert_equal_training
+from training.facts import families
 from training.facts.families import can
 from training.models.family import Tail, family_of
 from training.models.language_model import LanguageModel
@@ -50,6 +54,60 @@ def test_nearly_every_type_that_has_a_plan_is_equal() -> None:
     assert found["equal_pp"] >= 0.92 * found["types"]
     assert found["equal_tp"] >= 0.92 * found["types"]
     assert found["equal_pp_tp"] >= 0.87 * found["types"]
+
+
+def test_what_is_right_with_pp_and_with_tp_but_not_with_both_is_refused_together(
+    folder: Callable[[str], Path],
+    make_run: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    together = {"pp_tp": "its loss is 2.0 instead of 1.0"}
+    report({"qwen3": together}, write=False)
+    counts = json.loads(capsys.readouterr().out)
+    assert (counts["equal_pp"], counts["equal_tp"], counts["equal_pp_tp"], counts["silently_wrong"]) == (1, 1, 0, 1)
+    monkeypatch.setitem(families._table()["types"], "qwen3", refusals(together))
+    config = settings("qwen3", folder("qwen3"))
+    for axis in ("pp", "tp"):
+        make_run(f"by {axis}", ranks=2, **config | {f"parallel__{axis}": 2})
+    words = r"cannot be split by parallel.pp = 2 and parallel.tp = 2: its admission test failed"
+    for asked in ({"parallel__pp": 2}, {"parallel__stages": ((2, 2),)}):
+        with pytest.raises(ValueError, match=words):
+            make_run("refused", ranks=4, **config | {"parallel__tp": 2} | asked)
+
+
+def test_the_pages_count_types_as_the_table_does() -> None:
+    table = json.loads(families.TABLE.read_text())
+    types, release = table["types"], table["transformers"].rpartition(".")[0]
+    found, planned = counted(types, can), {name for name in types if has_plan(name)}
+    assert found["equal_cp"] == found["equal_documents"]
+    known = [name for name, refused in types.items() if "*" not in refused]
+    compiled = f"{sum(can(name, 'compile') for name in known)} of {len(known)} types"
+    words = {name: " ".join((REPO / name).read_text().split()) for name in ("docs/training.md", "CHANGELOG.md")}
+    for sentence in (
+        f"builds each type of transformers {release} tiny",
+        f"types that transformers {release} has a tp plan for",
+        "Of the {types} types",
+        "for, {equal_pp} are equal as stages of a pipeline, {equal_tp} under tp, {equal_pp_tp} under both, "
+        "{equal_documents} with documents and under cp, {equal_sp} with sequence parallelism; {refused} are refused",
+        f"among them, {sum(can(name, 'pp') for name in types.keys() - planned)} more have stages",
+        f"({compiled};",
+    ):
+        assert sentence.format(**found) in words["docs/training.md"]
+    assert f"layers are compiled for {compiled} of models" in words["CHANGELOG.md"]
+
+
+def test_transformers_is_admitted_up_to_the_release_that_was_tested() -> None:
+    tested = json.loads(families.TABLE.read_text())["transformers"]
+    major, minor = map(int, tested.split(".")[:2])
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    needed = map(Requirement, itertools.chain(project["dependencies"], *project["optional-dependencies"].values()))
+    bounds = [each.specifier for each in needed if each.name == "transformers"]
+    assert bounds
+    for bound in bounds:
+        assert bound.contains(tested)
+        assert bound.contains(f"{major}.{minor}.99")
+        assert not bound.contains(f"{major}.{minor + 1}")
 
 
 @pytest.fixture(scope="module")

@@ -46,11 +46,11 @@ def plan_from(folder: Path, shards: Path, **overrides: Any) -> RunPlan:
     return plan.model_copy(update={"threads_per_rank": 1})
 
 
-def first_loss(folder: Path, plan: RunPlan) -> float:
-    """The loss of the first global batch, by transformers' own loss function on the saved weights."""
+def loss_of_step(step: int, folder: Path, plan: RunPlan) -> float:
+    """The loss of a step's global batch, by transformers' own class on the weights that were saved before it."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     loaders = [Loader(plan, dp_rank=rank, device=torch.device("cpu")) for rank in range(plan.dp)]
-    batches = [batch for loader in loaders for batch in loader.share(0).batches]
+    batches = [batch for loader in loaders for batch in loader.share(step - 1).batches]
     inputs, targets = torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches])
     with torch.no_grad():
         logits = model(inputs).logits
@@ -63,7 +63,7 @@ def test_training_goes_on_from_the_saved_weights(model_type: str, tiny_shards: P
     plan = plan_from(folder, tiny_shards, model__init="pretrained")
     plan.write(tmp_path / "run" / "plan.json")
     run_ranks(tmp_path / "run" / "plan.json")
-    assert losses(tmp_path / "run" / "plan.json")[1] == pytest.approx(first_loss(folder, plan), rel=1e-5)
+    assert losses(tmp_path / "run" / "plan.json")[1] == pytest.approx(loss_of_step(1, folder, plan), rel=1e-5)
 
 
 def test_a_config_by_path_gives_fresh_weights_of_that_class(tiny_shards: Path, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_config_by_path_gives_fresh_weights_of_that_class(tiny_shards: Path, t
     plan = plan_from(folder, tiny_shards)
     plan.write(tmp_path / "run" / "plan.json")
     run_ranks(tmp_path / "run" / "plan.json")
-    assert losses(tmp_path / "run" / "plan.json")[1] != pytest.approx(first_loss(folder, plan), rel=1e-5)
+    assert losses(tmp_path / "run" / "plan.json")[1] != pytest.approx(loss_of_step(1, folder, plan), rel=1e-5)
     saved = json.loads((tmp_path / "run" / "checkpoints" / "00000008" / "config.json").read_text())
     assert saved["model_type"] == "qwen2"
 
@@ -381,7 +381,7 @@ def test_ranks_take_off_prefixes_and_end_before_the_first_step_without_a_layer(
     plan_path = make_run(f"wrapped {layout}", ranks=ranks, **config)
     run_ranks(plan_path)
     changed(folder, each_named(lambda name: name.replace("module._orig_mod.", "")))
-    assert losses(plan_path)[1] == pytest.approx(first_loss(folder, RunPlan.read(plan_path)), rel=1e-5)
+    assert losses(plan_path)[1] == pytest.approx(loss_of_step(1, folder, RunPlan.read(plan_path)), rel=1e-5)
     changed(folder, UNFIT["a layer's MLP"][0])
     refused = Ranks(make_run(f"unfit {layout}", ranks=ranks, **config))
     assert any(refused.wait())

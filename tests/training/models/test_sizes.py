@@ -67,8 +67,11 @@ def test_planned_parameters_are_those_of_the_models_cards(
 ) -> None:
     shape = count_model(AutoConfig.for_model(kind, **config), objective="causal")
     assert shape.parameters == parameters
+    job = Job.of(tiny_config(), shape, "bf16")
+    assert job.is_gated == (kind not in {"gpt2", "phi", "gpt_neox"})
     if used is None:
         assert shape.sizes.used == parameters
+        assert job.mlp_width == shape.mlp_width
     else:
         assert shape.sizes.used / 1e9 == pytest.approx(used, rel=0.02)
 

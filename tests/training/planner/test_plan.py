@@ -15,6 +15,7 @@ from training.planner.model_shape import flops_per_token
 from training.planner.plan import make_plan
 from training.planner.precision import choose_precision
 from training.records.inventory import Device, Host, Inventory
+from training.records.plan import RunPlan
 from training.shards.packing import Epoch, Packing, one_epoch
 
 EPOCH = (Epoch(sequences=100, tokens=1600),)
@@ -238,14 +239,22 @@ def test_documents_are_kept_apart_only_by_classes_that_can(packing: str) -> None
         make_plan(config, inventory(2), hf_config=bloom.to_dict(), hf_shape=count_model(bloom, objective="causal"))
 
 
-def test_a_type_that_nobody_tested_is_not_split() -> None:
-    config = tiny_config(model__architecture="path", model__path="somewhere", model__dropout=0.0, parallel__pp=2)
+def test_a_type_that_nobody_tested_trains_whole_and_is_not_split() -> None:
     llama = AutoConfig.for_model("llama", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=61)
     shape = count_model(llama, objective="causal").model_copy(update={"architecture": "invented"})
-    with pytest.raises(
-        ValueError, match=r"models of type invented cannot be split by parallel.pp = 2: it is not among"
-    ):
-        make_plan(config, inventory(2), hf_config={"model_type": "invented"}, hf_shape=shape)
+
+    def planned(**asked: Any) -> RunPlan:
+        config = tiny_config(model__architecture="path", model__path="somewhere", model__dropout=0.0, **asked)
+        return make_plan(config, inventory(2), hf_config={"model_type": "invented"}, hf_shape=shape)
+
+    for axis in ("pp", "tp", "cp"):
+        with pytest.raises(
+            ValueError, match=rf"models of type invented cannot be split by parallel.{axis} = 2: it is not among"
+        ):
+            planned(**{f"parallel__{axis}": 2})
+    for strategy, ranks in {"single": 1, "ddp": 2, "fsdp": 2, "zero3": 2, "auto": 2}.items():
+        plan = planned(parallel__strategy=strategy)
+        assert (plan.world_size, plan.mesh["pp"], plan.mesh["tp"]) == (ranks, 1, 1)
 
 
 @pytest.mark.parametrize(

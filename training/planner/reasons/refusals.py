@@ -14,6 +14,7 @@ from training.planner.job import Layout, Mesh
 from training.planner.precision import fp8_refusal
 from training.planner.price.pricing import KEEPS_RESIDUALS
 from training.planner.question import Question
+from training.records.plan import ModelShape
 from training.records.words import counted
 
 LEFT_OUT = (
@@ -45,17 +46,29 @@ def _ranks_refusal(question: Question, mesh: Mesh) -> str | None:
     return None
 
 
+def split_refusal(shape: ModelShape, *, tp: int, pp: int, cp: int = 1) -> str | None:
+    """Return why models of this type cannot be split like this; None if the admission test found them right."""
+    asked: dict[Ability, dict[str, int]] = {
+        "tp": {"tp": tp},
+        "pp": {"pp": pp},
+        "cp": {"cp": cp},
+        "pp_tp": {"pp": pp, "tp": tp},
+    }
+    for ability, ranks in asked.items():
+        if min(ranks.values()) > 1 and (why := why_not(shape, ability)):
+            axes = " and ".join(f"parallel.{axis} = {number}" for axis, number in ranks.items())
+            cure = " or ".join(f"parallel.{axis}=1" for axis in ranks)
+            cure += " and use ddp, fsdp, zero1, zero2 or zero3" if len(ranks) == 1 else ""
+            return f"models of type {shape.architecture} cannot be split by {axes}: {why}: set {cure}"
+    return None
+
+
 def _division_refusal(question: Question, mesh: Mesh) -> str | None:
     """The model's matrices and layers, which tensor and pipeline parallelism divide."""
     parallel, shape = question.config.parallel, question.shape
     tp, stages = mesh.tp, mesh.pp * mesh.stages_per_rank
-    asked: dict[Ability, int] = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp}
-    for axis, ranks in asked.items():
-        if ranks > 1 and (why := why_not(shape, axis)):
-            return (
-                f"models of type {shape.architecture} cannot be split by parallel.{axis} = {ranks}: {why}: set "
-                f"parallel.{axis}=1 and use ddp, fsdp, zero1, zero2 or zero3"
-            )
+    if refusal := split_refusal(shape, tp=tp, pp=mesh.pp, cp=mesh.cp):
+        return refusal
     if parallel.sequence_parallel == "on" and tp > 1 and (why := why_not(shape, "sp")):
         kind = shape.architecture
         return f"models of type {kind} have no sequence parallelism: {why}: set parallel.sequence_parallel=off"
@@ -150,11 +163,10 @@ def check_stages(question: Question) -> None:
             f"{asked} are {len(stages)} replicas of one stage each: set parallel.stages=even parallel.strategy=ddp "
             f"parallel.pp=1 parallel.ranks={len(stages)}"
         )
-    if (why := why_not(shape, "pp")) or any(sum(sizes) != shape.layers for sizes in stages):
-        raise ValueError(
-            f"{asked}: each replica's stages must have the {shape.layers} layers of the model together"
-            + (f", and models of type {shape.architecture} have no stages: {why}" if why else "")
-        )
+    if any(sum(sizes) != shape.layers for sizes in stages):
+        raise ValueError(f"{asked}: each replica's stages must have the {shape.layers} layers of the model together")
+    if refusal := split_refusal(shape, tp=tp, pp=longest):
+        raise ValueError(f"{asked}: {refusal}, and parallel.stages=even")
     if (num_ranks := tp * sum(map(len, stages))) > question.inventory.num_devices:
         raise ValueError(
             f"{asked} are {num_ranks} ranks with tp = {tp}, but there are {question.inventory.num_devices} "
