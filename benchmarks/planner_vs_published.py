@@ -25,6 +25,7 @@ import argparse
 import functools
 import json
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from benchmarks.support.rows_as_planned import (
     derived_ranges,
     judged,
     judged_memory,
+    p90,
     planned_row,
     read_rows,
     traits_of,
@@ -356,6 +358,30 @@ def print_judged(planned: Sequence[PlannedRow]) -> dict[str, Any]:
     return {**found, "families": families}
 
 
+def markdown() -> str:
+    """Return the table of docs/plan-accuracy.md: errors by family, composed (without fitted rows) and as planned."""
+    source_of = {source: family for family, sources in FAMILIES.items() for source in sources}
+    composed, planned = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    for row in rows():
+        if row.rate is not None and row.role != "fitted":
+            for name in (source_of[row.source], "all"):
+                composed[name].append(abs(compared(row)["throughput_error"]))
+    for each in own_rows():
+        for name in (each.family, "all"):
+            planned[name].append(each.error)
+    lines = [
+        "| family | rows, composed | median | nine of ten | rows, as planned | median | nine of ten |",
+        "|---" * 7 + "|",
+    ]
+    for family in sorted(planned, key=lambda name: (name == "all", median(planned[name]))):
+        figures = [
+            f"{len(errors)} | {median(errors):.1%} | {p90(errors):.0%}"
+            for errors in (composed[family], planned[family])
+        ]
+        lines.append(f"| {family} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
 def left_out() -> dict[str, Any]:
     """Return the errors of each family at the sustained share that fits all other families best, and those shares.
 
@@ -431,7 +457,11 @@ def main() -> None:
     parser.add_argument("--left-out", action="store_true", help="each family at the constant of the other families")
     parser.add_argument("--rows", type=Path, help="price these rows of JSON instead, as a plan would")
     parser.add_argument("--memory", type=Path, help="judge which of these layouts of JSON fit, as a plan would")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/plan-accuracy.md alone")
     args = parser.parse_args()
+    if args.table:
+        print(markdown())
+        return
     if args.rows or args.memory:
         print(json.dumps(judge_files(args.rows, args.memory)))
         return

@@ -312,7 +312,7 @@ def judged(rows: Sequence[PlannedRow]) -> dict[str, float]:
     return {
         "num_rows": len(rows),
         "median_error": median(errors),
-        "p90_error": quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0],
+        "p90_error": p90(errors),
         "worst_error": max(errors),
         "coverage_of_ranges": fmean(row.is_in_range for row in rows),
         "mean_regret_excess": fmean(regrets) if regrets else 0.0,
@@ -320,6 +320,10 @@ def judged(rows: Sequence[PlannedRow]) -> dict[str, float]:
         "mean_regret_excess_of_fastest": fmean(of_fastest) if of_fastest else 0.0,
         "num_sweeps": len(regrets),
     }
+
+
+def p90(errors: Sequence[float]) -> float:
+    return quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0]
 
 
 def by_family(rows: Sequence[PlannedRow]) -> dict[str, list[PlannedRow]]:

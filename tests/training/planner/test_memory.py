@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.planner_vs_published import MEGATRON, compared, own_rows, shape_of, summary
+from benchmarks.planner_vs_published import MEGATRON, compared, markdown, own_rows, shape_of, summary
 from benchmarks.support.published import models, rows
 from benchmarks.support.rows_as_planned import coverage_of_families, derived_ranges
 from tests.support.configs import inventory, tiny_config
+from tests.support.repository import REPO
 from training.models.family import layers_of
 from training.models.language_model import build_model
 from training.planner.cluster import Cluster, Ring, cluster_of
@@ -239,3 +240,4 @@ def test_ranges_are_those_of_published_rows_and_hold_four_of_five_of_families_le
     derived = {what: (round(least, 2), round(most, 2)) for what, (least, most) in derived_ranges(planned).items()}
     assert derived == LIKELY_ON_GPUS
     assert all(0.75 <= held <= 0.90 for held in coverage_of_families(planned).values())
+    assert markdown() in (REPO / "docs" / "plan-accuracy.md").read_text(), "made by planner_vs_published --table"
