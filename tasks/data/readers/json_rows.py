@@ -22,6 +22,7 @@ from training.config.data import DataConfig
 
 LONGEST_INTEGER = 4300  # digits that Python reads as one integer
 LONGEST_ITEM = 2**28  # characters of one item of a JSON array, which is parsed repeatedly until it is complete
+NEWLINE = "\n"
 JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -106,7 +107,7 @@ def _items(text: io.TextIOWrapper, decoder: json.JSONDecoder) -> Iterator[object
     decode, size = decoder.raw_decode, BLOCK_CHARACTERS
     buffer = text.read(size)
     place = _space(buffer, 0) + 1  # after the bracket
-    is_first = True
+    is_first, line = True, 1  # of the buffer's start
     while True:
         place = _space(buffer, place)
         if is_first and buffer[place : place + 1] == "]":
@@ -114,7 +115,9 @@ def _items(text: io.TextIOWrapper, decoder: json.JSONDecoder) -> Iterator[object
         else:
             try:
                 row, end = decode(buffer, place)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except json.JSONDecodeError as error:
+                separator, problem = "", f"line {line + buffer.count(NEWLINE, 0, error.pos)}: {error.msg}"
+            except RecursionError as error:
                 separator, problem = "", str(error)
             else:
                 stop = _space(buffer, end)
@@ -122,7 +125,8 @@ def _items(text: io.TextIOWrapper, decoder: json.JSONDecoder) -> Iterator[object
                 if separator in {",", "]"}:
                     yield row
                 elif separator:
-                    raise OSError(f"not valid JSON: {separator!r} after an item")
+                    where = line + buffer.count(NEWLINE, 0, stop)
+                    raise OSError(f"not valid JSON: line {where}: {separator!r} after an item")
         if separator == ",":
             place, is_first, size = stop + 1, False, BLOCK_CHARACTERS
         elif separator == "]":
@@ -131,6 +135,7 @@ def _items(text: io.TextIOWrapper, decoder: json.JSONDecoder) -> Iterator[object
             more = text.read(size) if len(buffer) - place < LONGEST_ITEM else ""
             if not more:
                 raise OSError(f"not valid JSON: {problem}")
+            line += buffer.count(NEWLINE, 0, place)
             buffer, place, size = buffer[place:] + more, 0, 2 * size
     rest = buffer[stop + 1 :]
     while rest or (rest := text.read(BLOCK_CHARACTERS)):

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tasks.data import chunks, corpus
+from tasks.data.readers.documents import BLOCK_CHARACTERS
 from tests.support.text_cases import STORIES, json_lines, talk, write_articles, write_table
 from tests.support.tiny_corpus import all_documents, prepare
 from training.shards.format import SPLITS
@@ -110,6 +111,14 @@ def test_escapes_and_carriage_returns(tmp_path: Path) -> None:
     assert set(all_documents(folder)) == {'a "quoted" word'}
     folder, _ = prepare(tmp_path, write(tmp_path / "a.tsv", "id\ttext\n" + "1\ta\rb\n" * 30))
     assert set(all_documents(folder)) == {"a\rb"}
+
+
+def test_a_fault_in_a_long_array_is_named_by_its_line(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": story * 500}) for story in STORIES * 3]
+    faulty = [*rows[:100], '{"text": nothing}', *rows[100:]]
+    source = write(tmp_path / "a.json", "[\n" + ",\n".join(faulty) + "\n]")
+    assert source.stat().st_size > 10 * BLOCK_CHARACTERS, "it is read in parts"
+    assert "not valid JSON: line 102: Expecting value" in refusal(tmp_path, source)
 
 
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
