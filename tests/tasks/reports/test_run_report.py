@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,17 @@ def test_the_page_lists_settings_that_differ_and_the_lineage(run: TrackedRun) ->
         assert known in page
     assert "resume tiny-1 train.steps=16" in page
     assert "reproduce tiny-1" in page
+
+
+def test_the_page_says_what_of_the_text_is_not_in_the_tokens(run: TrackedRun) -> None:
+    data = read_run_data(run)
+    assert data.shards is not None
+    lost = {"characters": 1000, "lost_characters": 30, "unknown_tokens": 30, "special_as_text": 4, "skipped": 2}
+    write_report(replace(data, shards=data.shards.model_copy(update=lost)))
+    page = words((run.folder / "report.html").read_text())
+    assert "not in the tokens 3.00% of the characters (30 of 1,000) are lost" in page
+    assert "not in the tokens skipped 2 documents" in page
+    assert "special tokens holds 4 strings that are special tokens of the tokenizer: 0 became" in page
 
 
 def test_the_page_is_one_file_and_escapes_every_value(run: TrackedRun) -> None:

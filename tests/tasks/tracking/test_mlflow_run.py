@@ -19,15 +19,17 @@ from mlflow.entities import Dataset, DatasetInput
 from tasks.runs.errors import RunStopped
 from tasks.tracking.client import connect, log_inputs
 from tasks.tracking.final_status import mark_prefect_knows, reconcile_mlflow
-from tasks.tracking.mlflow_run import TrackedRun, describe, tracked
+from tasks.tracking.mlflow_run import TrackedRun, describe, log_plan, tracked
 from tasks.workspace.paths import run_folder
-from tests.support.configs import tiny_config
+from tests.support.configs import inventory, tiny_config
 from tests.support.repository import REPO
+from training.planner.plan import make_plan
+from training.records.token_shards import TokenShards
 
 HOLD = """
 import sys
 from tasks.tracking.mlflow_run import tracked
-from tests.support.configs import tiny_config
+from tests.support.configs import inventory, tiny_config
 with tracked(tiny_config(), run_id=sys.argv[1], tags={"prefect.flow_run_id": "f1"}):
     print("opened", flush=True)
     sys.stdin.read()
@@ -236,3 +238,16 @@ def test_runs_that_log_one_data_set_at_the_same_instant_both_have_it(home: Path)
         with ThreadPoolExecutor(len(run_ids)) as pool:
             list(pool.map(log, run_ids))
     assert [len(client.get_run(run_id).inputs.dataset_inputs) for run_id in run_ids] == [10] * 4
+
+
+def test_what_of_the_text_is_not_in_the_tokens_is_in_mlflow(home: Path, tiny_shards: Path) -> None:
+    manifest = TokenShards.read(tiny_shards / "manifest.json")
+    lost = {"characters": 1000, "lost_characters": 30, "unknown_tokens": 30, "skipped": 2}
+    with tracked(tiny_config(), run_id="verses", tags={}) as run:
+        plan = make_plan(tiny_config(), inventory(1), shards=manifest, shards_dir=str(tiny_shards))
+        plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
+        log_plan(plan, inventory(1), manifest.model_copy(update=lost))
+    data = MlflowClient(f"sqlite:///{home}/mlflow.db").get_run(run.mlflow_run_id).data
+    assert {name: data.metrics[f"data/{name}"] for name in lost} == lost
+    assert "3.00% of the characters (30 of 1,000) are lost" in data.tags["shardline.ledger"]
+    assert "skipped 2 documents" in data.tags["shardline.ledger"]
