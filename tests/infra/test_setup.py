@@ -65,13 +65,13 @@ def test_torch_for_cpus_is_taken_where_there_is_no_gpu_and_the_index_has_our_ver
     assert setup_venv.cpu_index(url=index, devices=devices) == (index if found else "")
 
 
-@pytest.mark.slow
 def test_without_that_index_torch_is_what_the_others_offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "constraints.txt").write_text("torch==2.13.0\n")
     monkeypatch.chdir(tmp_path)
     assert setup_venv.cpu_index(url="http://127.0.0.1:9", devices=tmp_path) == ""
 
 
+@pytest.mark.slow
 def test_a_package_for_another_python_is_installed_again_by_pip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,12 +33,12 @@ def planned(hosts: Inventory, precision: Any = "auto", **overrides: Any) -> RunP
     return make_plan(tiny_config(**LARGE, parallel__precision=precision, **overrides), hosts)
 
 
-@pytest.mark.slow
 def reason(plan: RunPlan, start: str) -> str:
     (found,) = (each for each in plan.reasons if each.startswith(start))
     return found
 
 
+@pytest.mark.slow
 def test_each_kind_of_device_gets_the_precision_that_the_config_names() -> None:
     plan = planned(unlike(), TABLE)
     assert (plan.strategy, plan.mesh) == ("ddp", {"pp": 1, "dp": 8, "tp": 1})

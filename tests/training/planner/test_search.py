@@ -329,9 +329,12 @@ def test_a_slow_network_costs_those_who_talk_over_it() -> None:
 
 
 def test_sixteen_hosts_are_searched_in_well_under_a_second() -> None:
-    began = time.process_time()
-    planned(LLAMA_70B, "16x8xH100-80GB-SXM,8x400Gb", batch=2048)
-    assert time.process_time() - began < 2
+    def seconds() -> float:
+        began = time.process_time()
+        planned(LLAMA_70B, "16x8xH100-80GB-SXM,8x400Gb", batch=2048)
+        return time.process_time() - began
+
+    assert min(seconds() for _ in range(3)) < 1, "0.3 s; a collection of the tests' garbage may take more"
 
 
 def test_what_was_not_measured_is_assumed_and_said() -> None:
