@@ -115,6 +115,7 @@ def test_a_tied_matrix_that_files_have_twice_is_counted_once(tmp_path: Path) -> 
     assert (shape.parameters, shape.sizes.counted) == (parameters, "safetensors headers")
 
 
+@pytest.mark.slow
 def test_a_head_without_torch_counts_nothing_until_a_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, parameters = saved(tmp_path / "model", "mixtral", weights=False, **EXPERTS)
     hide_torch(monkeypatch)

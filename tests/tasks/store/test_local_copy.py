@@ -87,6 +87,7 @@ def test_what_is_not_there_is_said_with_the_field(s3: S3Server) -> None:
         local_copy("s3://key:secret@bucket/model", field="model.path")
 
 
+@pytest.mark.slow
 def test_training_begins_with_a_model_and_a_tokenizer_of_the_store(s3: S3Server, tmp_path: Path) -> None:
     before = RunPlan.read(tiny_run(tmp_path / "before") / "plan.json")
     run = tmp_path / "before"

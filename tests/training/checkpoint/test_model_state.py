@@ -104,7 +104,7 @@ def assert_has_the_buffers_of(source: Path, saved: Path) -> None:
     ("family", "layout"),
     [
         *(pytest.param("gemma4", layout, marks=pytest.mark.slow) for layout in ("single", "fsdp")),
-        ("deepseek-v3", "single"),
+        pytest.param("deepseek-v3", "single", marks=pytest.mark.slow),
         ("deepseek-v3", "ddp"),
         *(
             pytest.param(family, layout, marks=pytest.mark.slow)

@@ -45,7 +45,8 @@ def test_the_plan_says_what_is_averaged_and_refuses_too_few_checkpoints() -> Non
         make_plan(tiny_config(**SETTINGS | {"checkpoint__every_steps": 4}), inventory(1))
 
 
-@pytest.mark.parametrize("layout", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "pp"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "ddp", "pp"])
 def test_the_average_is_evaluated_and_exported_beside_the_last_weights(
     layout: str, make_run: Callable[..., Path]
 ) -> None:

@@ -80,9 +80,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "model_type", ["roberta", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS if name != "roberta")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", OTHERS)
 def test_random_weights_of_classes_with_other_field_names_train(
     model_type: str, tmp_path: Path, make_run: Callable[..., Path]
 ) -> None:
