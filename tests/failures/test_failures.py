@@ -47,6 +47,7 @@ from tests.support.launched_runs import (
 )
 from tests.support.waiting import until
 from training.config.run import RunConfig
+from training.records.checkpoint import finished_checkpoints
 from training.records.memory_checkpoint import newest_step
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
@@ -79,7 +80,10 @@ never_in_ci = launched_on("local", "docker", "slurm", long=("local", "docker", "
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(backend: Backend, undisturbed: Undisturbed) -> None:
     run_dir = backend.make("rank")
     expected = undisturbed(run_dir)
-    train(run_dir, on_row=at_step(STRIKE, lambda: backend.kill_rank(run_dir)))
+    train(
+        run_dir,
+        on_row=at_step(STRIKE, lambda: backend.kill_rank(run_dir), when=lambda: bool(finished_checkpoints(run_dir))),
+    )
     first, second = attempts_of(run_dir)
     assert (first["ending"]["cause"], first["ending"]["detail"]) == ("killed", "rank 1 was killed (SIGKILL)")
     assert second["ending"]["cause"] == "done"
@@ -98,7 +102,7 @@ def test_a_killed_node_costs_seconds(backend: Backend, undisturbed: Undisturbed)
         killed_at.append(time.time())
         backend.kill_node(run_dir)
 
-    train(run_dir, on_row=at_step(STRIKE, strike))
+    train(run_dir, on_row=at_step(STRIKE, strike, when=lambda: bool(finished_checkpoints(run_dir))))
     first, *_, last = attempts_of(run_dir)
     assert first["ending"]["cause"] in backend.dead_node_shows_as
     assert last["ending"]["cause"] == "done"
