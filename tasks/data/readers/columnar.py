@@ -50,7 +50,8 @@ def read_arrow(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterato
             is_file = opened.peek(6).startswith(b"ARROW1")
             reader = pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-            lost = sum(batch.num_rows for batch in batches) if _schema_problem(reader.schema, wanted.column) else 0
+            is_lost = skipped.on_error == "skip" and _schema_problem(reader.schema, wanted.column)
+            lost = sum(batch.num_rows for batch in batches) if is_lost else 0
             if _columns(span, reader.schema, wanted, skipped, num_rows=lost):
                 yield from _rows(span, batches, wanted, skipped)
     except pyarrow.ArrowException as error:

@@ -86,18 +86,28 @@ def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) < LONGEST_INTEGER else float(digits)
 
 
-class Twice(dict[str, object]):
-    """A JSON object that has a key of data.column twice; it has the last value of both, as json gives it."""
+class Ambiguous(dict[str, object]):
+    """A JSON object that has keys of data.column twice; it has the last value of each, as json gives it."""
+
+    twice: frozenset[str] = frozenset()
+
+
+def _keys(column: str) -> set[str]:
+    """Return the keys that may lead to a column: its name, and the parts of a path."""
+    return {column, *column.split(".")}
 
 
 def _decoder(column: str) -> json.JSONDecoder:
     """Return a decoder that marks objects with a key of the column's path twice."""
-    keys = {column, *column.split(".")}
+    keys = _keys(column)
 
     def of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
         row = dict(pairs)
-        is_twice = len(row) < len(pairs) and any(sum(key == name for name, _ in pairs) > 1 for key in keys)
-        return Twice(row) if is_twice else row
+        if len(row) == len(pairs) or not (twice := {key for key in keys if sum(key == name for name, _ in pairs) > 1}):
+            return row
+        ambiguous = Ambiguous(row)
+        ambiguous.twice = frozenset(twice)
+        return ambiguous
 
     return json.JSONDecoder(parse_int=_integer, object_pairs_hook=of_pairs)
 
@@ -152,7 +162,7 @@ def _space(text: str, place: int) -> int:
 
 
 def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    keys, decoder = [f'"{key}"'.encode() for key in wanted.column.split(".")], _decoder(wanted.column)
+    keys, decoder = [f'"{key}"'.encode() for key in _keys(wanted.column)], _decoder(wanted.column)
     for offset, raw in raw_lines(span):
         if span.ended(offset):
             return
@@ -202,7 +212,7 @@ MISSING = object()
 def _twice_on(row: object, column: str) -> str:
     """Return the key of the column's path that an object on the way has twice; "" if none has."""
     for key in (column,) if isinstance(row, dict) and column in row else column.split("."):
-        if isinstance(row, Twice):
+        if isinstance(row, Ambiguous) and key in row.twice:
             return key
         row = row.get(key) if isinstance(row, dict) else None
     return ""

@@ -129,7 +129,9 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     lines = write(tmp_path / "a.jsonl", json_lines(STORIES) + '{"text": "a", "text": "b"}\n')
     assert "a.jsonl:41: not valid JSON (the key 'text' is there twice" in refusal(tmp_path, lines)
     assert prepare(tmp_path, lines, on_error="skip")[1].skipped == 1
-    told = [json.dumps({"content": {"text": story}, "meta": {"text": "x", "a": 1}}) for story in STORIES]
+    dotted = write(tmp_path / "d.jsonl", json_lines(STORIES).replace("text", "a.b") + '{"a.b": "a", "a.b": "b"}\n')
+    assert "d.jsonl:41: not valid JSON (the key 'a.b' is there twice" in refusal(tmp_path, dotted, column="a.b")
+    told = [f'{{"content": {{"text": {json.dumps(story)}}}, "text": 1, "text": 2}}' for story in STORIES]
     again = '{"content": {"text": "a", "text": "b"}}'
     for name, content in {"b.jsonl": "\n".join([*told, again]), "b.json": f"[{','.join([*told, again])}]"}.items():
         source = write(tmp_path / name, content)
