@@ -197,7 +197,7 @@ def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments
         skipped.skip_or_raise(place, f"holds {kind_of(row)}, not an object with the key {wanted.column!r}{tokens}")
         return
     if twice := _twice_on(row, wanted.column):
-        skipped.skip_or_raise(place, f"not valid JSON (the key {twice!r} is there twice): keep one")
+        skipped.skip_or_raise(place, f"not valid JSON (the key {twice!r} is there twice)")
         return
     value = row.get(wanted.column, MISSING)
     if value is MISSING and (value := _value_at(row, wanted.column)) is MISSING:
