@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """A test marked `long` is `slow` as well, so that it needs one mark only; a slow test may take minutes."""
     for item in items:
         if item.get_closest_marker("long"):
@@ -50,6 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for hosts in ("rig", "slurm"):  # each is there once: one of pytest-xdist's workers has all its tests
             if item.get_closest_marker(hosts):
                 item.add_marker(pytest.mark.xdist_group(hosts))
+    first = next((item.path for item in items if "exported_runs" in item.fixturenames), None)
+    items.sort(key=lambda item: item.path != first)  # else two workers come to it together, and one waits for the other
 
 
 def pytest_collection_finish() -> None:
@@ -87,7 +89,7 @@ def make_run(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 @pytest.fixture(scope="session")
 def measured_hardware(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hardware.json of this machine with two CPU ranks."""
+    """A hardware.json of this machine with one CPU rank, and with two."""
     return made_once(tmp_path_factory, "hardware", measure) / "hardware.json"
 
 

@@ -28,9 +28,8 @@ STRATEGIES = f"ddp,zero2,zero2+tp2,boom={RECKLESS},train.warmup_steps=0"
 
 
 @pytest.fixture(scope="module")
-def user_folder(tmp_path_factory: pytest.TempPathFactory) -> UserFolder:
-    """Without a hardware.json: the first run measures."""
-    return UserFolder(tmp_path_factory.mktemp("user"))
+def user_folder(tmp_path_factory: pytest.TempPathFactory, begun_home: Path) -> UserFolder:
+    return UserFolder(tmp_path_factory.mktemp("user"), begun=begun_home)
 
 
 def children(user_folder: UserFolder, parent: Path) -> dict[str, Any]:

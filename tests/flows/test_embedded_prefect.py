@@ -98,6 +98,7 @@ def test_the_cause_of_a_run_that_fails_afterwards_is_printed(user_folder: UserFo
     assert err.count(f"{damaged} is empty: restore it from a copy, or move it away") == 1, err
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_afterwards_is_a_stopped_run(user_folder: UserFolder) -> None:
     def interrupt(run_dir: Path) -> None:
         owner = owner_record(run_dir)

@@ -148,7 +148,7 @@ def test_reproduce_finds_the_same_losses_to_the_bit(first: dict[str, Any], user_
     assert agreement["agrees"] is True
 
 
-LONG = ("train.steps=400", "train.log_every_steps=1", "checkpoint.every_steps=50", "evaluation.every_steps=0")
+LONG = ("train.steps=200", "train.log_every_steps=1", "checkpoint.every_steps=25", "evaluation.every_steps=0")
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_a_stop_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
 ) -> None:
     known = user_folder.run_dirs()
     process = user_folder.start("pretrain", str(user_folder.config), *LONG)
-    run_dir = wait_for_step(user_folder, process, known, random.randint(60, 200))
+    run_dir = wait_for_step(user_folder, process, known, random.randint(30, 100))
     os.killpg(process.pid, signum)  # as a terminal does: all that shares its process group
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
@@ -204,7 +204,7 @@ def killed(user_folder: UserFolder) -> Path:
     """A run whose launcher got a kill -9 in the middle; the ranks see it and leave by themselves."""
     known = user_folder.run_dirs()
     process = user_folder.start("pretrain", str(user_folder.config), *LONG)
-    run_dir = wait_for_step(user_folder, process, known, random.randint(60, 200))
+    run_dir = wait_for_step(user_folder, process, known, random.randint(30, 100))
     process.kill()
     process.wait()  # not communicate(): the embedded Prefect server holds the pipes until the next start ends it
     return run_dir
@@ -222,7 +222,7 @@ def test_after_a_kill_9_resume_takes_over_and_every_status_is_true(
     assert "was killed: reported it to MLflow as KILLED" in err
     assert user_folder.mlflow_run(killed).info.status == "FINISHED"
     assert user_folder.prefect_states()[flow_run_id] == "CRASHED"
-    assert json.loads(out)["step"] == 400
+    assert json.loads(out)["step"] == 200
     assert losses(killed / "plan.json") == undisturbed(killed)
 
 

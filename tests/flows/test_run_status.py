@@ -10,7 +10,7 @@ from tests.support.local_servers import LocalServers
 from tests.support.observed_run import MIDDLE, STEPS, ObservedRun, kill
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

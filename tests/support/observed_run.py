@@ -22,7 +22,7 @@ from training.records.train_result import TrainResult
 from training.tracking.mlflow_sender import NOT_METRICS, OF_THE_MODEL
 from training.tracking.rows import read_rows
 
-STEPS = 300
+STEPS = 200
 SETTINGS = (
     f"train.steps={STEPS}",
     "train.log_every_steps=1",
