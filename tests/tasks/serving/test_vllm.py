@@ -32,8 +32,8 @@ DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 # A value of each parameter that asks for something, as a client sends it, and as vLLM shall get it.
 ASKED: dict[str, tuple[Any, Any]] = {
-    "prompt": ("ab", [97, 98]),
-    "messages": ([{"role": "user", "content": "ab"}], [97, 98]),
+    "prompt": ("a<|end|>", [*b"a<|end|>"]),  # a special token of its tokenizer, and text by its rule
+    "messages": ([{"role": "user", "content": "a<|end|>"}], [*b"a<|end|>"]),
     "max_tokens": (3, 3),
     "max_completion_tokens": (3, 3),
     "temperature": (0.5, 0.5),
