@@ -24,6 +24,7 @@ from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.app import build_app
 from tasks.serving.openai_requests import LABELS, ChatRequest, CompletionRequest
 from tests.support.mlflow_store import Store
+from tests.support.tiny_run import SAMPLES
 from tests.support.vllm_stand_in import LOG, install, noted, requests
 from tests.support.waiting import until
 from training.config.serving import InferenceConfig, ServingConfig
@@ -117,6 +118,8 @@ def test_it_follows_the_alias_with_a_process_for_each_version(
     served: tuple[TestClient, AliasFollower, Path], champion: Store
 ) -> None:
     client, follower, log = served
+    example = {"prompt": SAMPLES[1].prompt, "previous": None, "chat": False, "model": "tiny"}
+    assert client.get("/example").json() == example
     onnx = TextGenerator(champion.exported / "export", threads=1)
     body = {"prompt": "def ", "new_tokens": 12, "temperature": 0}
     assert client.post("/generate", json=body).json()["text"] == onnx.generate("def ", new_tokens=12, temperature=0)
