@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from tests.support.mlflow_store import Store
+from tests.support.tiny_run import SAMPLES
 
 CODE = """
 import json
@@ -45,7 +46,9 @@ def server(
     try:
         line = process.stdout.readline()
         assert " at http://" in line, line + process.stdout.read()
-        assert process.stdout.readline().startswith("try: curl http://")
+        tried = process.stdout.readline()
+        assert tried.startswith("try: curl http://")
+        assert f'"prompt": "{SAMPLES[1].prompt}"' in tried, "a request with words of the held-out text"
         with httpx.Client(base_url=line.split(" at ")[1].strip(), timeout=60) as client:
             yield client, process
     finally:

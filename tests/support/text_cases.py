@@ -92,8 +92,7 @@ def write_languages(folder: Path, *, words: int = 12_000) -> Path:
     for language, vocabulary, space in (("en", english, " "), ("zh", chinese, "")):
         (folder / language).mkdir(parents=True)
         for number in range(30):
-            lines = (space.join(rng.choices(vocabulary, k=20)) for _ in range(words // 20))
-            (folder / language / f"{number:02d}.txt").write_text("\n".join(lines))
+            (folder / language / f"{number:02d}.txt").write_text(space.join(rng.choices(vocabulary, k=words)))
     return folder
 
 

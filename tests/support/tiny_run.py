@@ -17,13 +17,14 @@ from training.config.run import RunConfig
 from training.planner.plan import make_plan
 from training.records.plan import RunPlan
 from training.records.record import sha256_config, sha256_file
-from training.records.results import EvalReport, ExportedModel
+from training.records.results import EvalReport, ExportedModel, Sample
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
 from training.shards.format import write_shard
 
 TEXT = "def add(a, b):\n    return a + b  # größer, 中文\n\n\n" * 30
 END, MASK, VOCAB = 256, 257, 258
+SAMPLES = (Sample(prompt="", text="x"), Sample(prompt="Once upon a", text=" time"))
 
 
 def byte_tokenizer(folder: Path) -> None:
@@ -103,7 +104,7 @@ def tiny_run(folder: Path, *, architecture: str = "llama", layers: int = 2, widt
         accuracy=0.01,
         tokens=399,
         text_bytes=400,
-        samples=(),
+        samples=() if config.objective == "masked" else SAMPLES,
         seconds=1.0,
     ).write(folder / "eval.json")
     return folder

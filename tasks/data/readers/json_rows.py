@@ -97,6 +97,17 @@ def _keys(column: str) -> set[str]:
     return {column, *column.split(".")}
 
 
+def _spellings(key: str) -> re.Pattern[bytes]:
+    r"""Return a pattern that finds a key as JSON may write it: any of its characters may be an escape, `\u0074`."""
+
+    def spelled(character: str) -> str:
+        plain, code = json.dumps(character, ensure_ascii=False)[1:-1], character.encode("utf-16-be").hex()
+        escape = "".join(rf"\\u(?i:{code[at : at + 4]})" for at in range(0, len(code), 4))
+        return f"(?:{re.escape(plain)}|{escape})"
+
+    return re.compile(f'"{"".join(map(spelled, key))}"'.encode())
+
+
 def _decoder(column: str) -> json.JSONDecoder:
     """Return a decoder that marks objects with a key of the column's path twice."""
     keys = _keys(column)
@@ -162,14 +173,18 @@ def _space(text: str, place: int) -> int:
 
 
 def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    keys, decoder = [f'"{key}"'.encode() for key in _keys(wanted.column)], _decoder(wanted.column)
+    decoder = _decoder(wanted.column)
+    keys = [(json.dumps(key, ensure_ascii=False).encode(), _spellings(key)) for key in _keys(wanted.column)]
     for offset, raw in raw_lines(span):
         if span.ended(offset):
             return
         place = Place(span, offset, "byte")
         row: object = MISSING
         with contextlib.suppress(orjson.JSONDecodeError):  # it refuses NaN and halves of surrogate pairs, beside faults
-            row = MISSING if any(raw.count(key) > 1 for key in keys) else orjson.loads(raw)  # it takes the last of two
+            twice = any(
+                raw.count(key) > 1 or (b"\\u" in raw and len(spelled.findall(raw)) > 1) for key, spelled in keys
+            )
+            row = MISSING if twice else orjson.loads(raw)  # it takes the last of two
         if row is not MISSING:
             yield from _of_row(row, place, wanted, skipped)
             continue

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tasks.data import encoder
-from tasks.data.encoder import TokensDiffer, choose_library, encode, new_gigatoken
+from tasks.data.encoder import TokensDiffer, choose_library, encode, forget_words, new_gigatoken
 from tasks.data.split import Passage
 from tasks.data.tokenizer import SavedTokenizer
 from tests.support.tiny_corpus import CODE, EMOJI, POEM, prepare, write_json_lines
@@ -126,9 +126,19 @@ def test_both_libraries_give_the_same_tokens(
     expected = encode(replace(saved, library="tokenizers"), passages(*TEXTS.values()))
     assert got[0].tolist() == expected[0].tolist()
     assert got[1:] == expected[1:]
-    monkeypatch.setattr(encoder, "ENCODER_CHARACTERS", 1000)  # it begins again several times
+    forget_words()
+    monkeypatch.setattr(encoder, "ENCODER_CHARACTERS", 1000)
+    begun = list[object]()
+
+    def begin(*how: Any) -> Any:
+        begun.append(new_gigatoken(*how))
+        return begun[-1]
+
+    monkeypatch.setattr(encoder, "new_gigatoken", begin)
     alone = [encode(saved, passages(text))[0] for text in TEXTS.values()]
     assert np.concatenate(alone).tolist() == got[0].tolist()
+    long = sum(len(text) > 1000 for text in TEXTS.values())
+    assert len(begun) >= long > 1, "what it remembers is bounded: after each long text another one encodes"
 
 
 def test_parts_of_documents_get_no_end_token(tmp_path: Path) -> None:

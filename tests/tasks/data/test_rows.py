@@ -11,7 +11,7 @@ import pytest
 
 from tasks.data import chunks, corpus
 from tasks.data.readers.documents import BLOCK_CHARACTERS
-from tests.support.text_cases import STORIES, json_lines, talk, write_articles, write_table
+from tests.support.text_cases import FOREIGN, STORIES, json_lines, talk, write_articles, write_table
 from tests.support.tiny_corpus import all_documents, prepare
 from training.shards.format import SPLITS
 
@@ -129,6 +129,13 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     lines = write(tmp_path / "a.jsonl", json_lines(STORIES) + '{"text": "a", "text": "b"}\n')
     assert "a.jsonl:41: not valid JSON (the key 'text' is there twice" in refusal(tmp_path, lines)
     assert prepare(tmp_path, lines, on_error="skip")[1].skipped == 1
+    for key in (r"te\u0078t", r"\u0074\u0065\u0078\u0074"):
+        escaped = write(tmp_path / "e.jsonl", json_lines(FOREIGN) + f'{{"text": "a", "{key}": "b"}}\n')
+        assert "e.jsonl:201: not valid JSON (the key 'text' is there twice" in refusal(tmp_path, escaped)
+    accents = write(tmp_path / "g.jsonl", json_lines(STORIES).replace('"text"', r'"\u006e\u00C9t\ud83d\uDE00"'))
+    again = accents.read_text() + '{"nÉt😀": "a", "n\\u00c9t\\uD83D\\ude00": "b"}\n'
+    assert sorted(all_documents(prepare(tmp_path, accents, column="nÉt😀")[0])) == sorted(STORIES)
+    assert "(the key 'nÉt😀' is there twice" in refusal(tmp_path, write(accents, again), column="nÉt😀")
     dotted = write(tmp_path / "d.jsonl", json_lines(STORIES).replace("text", "a.b") + '{"a.b": "a", "a.b": "b"}\n')
     assert "d.jsonl:41: not valid JSON (the key 'a.b' is there twice" in refusal(tmp_path, dotted, column="a.b")
     told = [f'{{"content": {{"text": {json.dumps(story)}}}, "text": 1, "text": 2}}' for story in STORIES]

@@ -17,12 +17,13 @@ from tasks.data.corpus import prepare_corpus
 from tasks.data.estimate import estimate_text
 from tasks.data.survey import FindWork, find_tokens
 from tests.support.tiny_corpus import write_json_lines
-from tests.support.tokenizer_cases import TURNS, chatml, llama
+from tests.support.tokenizer_cases import CHATML, TURNS, chatml, llama
 from training.config.data import DataConfig
 from training.config.run import RunConfig
 from training.records.token_shards import TokenShards
 from training.shards.stream import TokenStream
 
+RULES = ("none", "template", "all")
 WORDS = [f"Text number {number} without any marker." for number in range(40)]
 
 
@@ -97,13 +98,20 @@ def test_the_address_changes_only_where_the_rule_changes_tokens(tmp_path: Path) 
         assert shards.encoding.rule == rule  # also where another rule made the folder
         return folder.name
 
-    rules = ("none", "template", "all")
-    assert len({address(words, with_template, rule) for rule in rules}) == 1
-    assert len({address(words, None, rule) for rule in rules}) == 1
+    assert len({address(words, with_template, rule) for rule in RULES}) == 1
+    assert len({address(words, None, rule) for rule in RULES}) == 1
     assert address(chats, without, "template") == address(chats, without, "none")
-    of_chats = {rule: address(chats, with_template, rule) for rule in rules}
-    assert len({of_chats["none"], of_chats["template"]}) == 2
-    assert of_chats["all"] != of_chats["none"]
+    of_chats = {rule: address(chats, with_template, rule) for rule in RULES}
+    assert len({*of_chats.values()}) == 3, "each takes other strings for special"
+    writes_all = chatml(tmp_path / "writes all", template="<|endoftext|>" + CHATML)
+    assert address(chats, writes_all, "template") == address(chats, writes_all, "all") != of_chats["none"]
+
+
+def test_the_addresses_of_today_stay(tmp_path: Path) -> None:
+    """Shards of a corpus with special tokens, by each rule, are found by the next version."""
+    source = write_json_lines(tmp_path / "ends.jsonl", [*WORDS, "a<|endoftext|>b"])
+    made = {rule: shards_of(tmp_path, source, None, special_tokens_in_text=rule)[0].name for rule in RULES}
+    assert made == {"none": "c678383e04d12d87", "template": "c678383e04d12d87", "all": "d27b0d278aec3b8f"}
 
 
 class Searches:

@@ -14,6 +14,7 @@ from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
 from tests.support.mlflow_store import Store
 from tests.support.serving import server
+from tests.support.tiny_run import SAMPLES
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 
@@ -41,6 +42,7 @@ def test_the_champion_writes_beside_the_previous_version(champion: Store, tmp_pa
         page.goto(str(client.base_url))
         expect(page.locator("h1")).to_have_text("tiny (tiny@champion)")
         page.get_by_label("prompt").fill("<b>&")
+        expect(page.get_by_text("compare with the previous version")).to_be_hidden()  # unknown without a token
         page.get_by_label("new tokens").fill("30")
         page.get_by_label("temperature").fill("0")
 
@@ -51,6 +53,7 @@ def test_the_champion_writes_beside_the_previous_version(champion: Store, tmp_pa
         for column, version in (("#current", 2), ("#previous", 1)):
             expect(page.locator(f"{column} small")).to_have_text(re.compile(rf"version {version}: \d+ ms"))
             assert page.locator(f"{column} pre").text_content() == "<b>&" + text  # text, not markup
+        expect(page.get_by_text("compare with the previous version")).to_be_visible()
         page.screenshot(path=tmp_path / "serving.png")
         assert wrong == []
 
@@ -63,7 +66,19 @@ def test_the_champion_writes_beside_the_previous_version(champion: Store, tmp_pa
 
 
 def test_a_first_version_has_none_before_it(champion: Store) -> None:
-    with server(champion) as (client, _):
+    from playwright.sync_api import expect, sync_playwright
+
+    with server(champion) as (client, _), sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] * (os.getuid() == 0))
+        page = browser.new_page()
+        page.goto(str(client.base_url))
+        expect(page.get_by_label("prompt")).to_have_value(SAMPLES[1].prompt)  # words of its text
+        page.get_by_label("new tokens").fill("4")
+        page.get_by_role("button").click()
+        expect(page.locator("#current small")).to_have_text(re.compile("version 1"))
+        expect(page.get_by_text("compare with the previous version")).to_be_hidden()
+        expect(page.locator("#previous")).to_be_hidden()
+        browser.close()
         reply = client.post("/previous/generate", json={"prompt": "x"})
         assert (reply.status_code, reply.json()["detail"]) == (404, "tiny/1 did not replace another version")
 

@@ -28,6 +28,7 @@ from tasks.serving.server_record import ServerRecord
 from tasks.workspace.processes import local_process
 from tests.support.mlflow_store import Store
 from tests.support.serving import server
+from tests.support.tiny_run import SAMPLES
 
 
 @pytest.mark.slow
@@ -46,7 +47,12 @@ def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order
         assert reply.json()["text"] == generator.generate(**body)  # type: ignore[arg-type]
         assert (reply.json()["model"], reply.json()["version"]) == ("tiny", 1)
         assert "<textarea" in client.get("/").text
-        assert client.get("/example").json() == {"prompt": "", "previous": None, "chat": False, "model": "tiny"}
+        assert client.get("/example").json() == {
+            "prompt": SAMPLES[1].prompt,
+            "previous": None,
+            "chat": False,
+            "model": "tiny",
+        }
 
         refused = {
             "new_tokens: Input should be greater than or equal to 1": {"prompt": "x", "new_tokens": 0},

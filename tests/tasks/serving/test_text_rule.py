@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 
 from tasks.data.corpus import prepare_corpus
 from tasks.inference.onnx_generator import TextGenerator, open_export
+from tasks.inference.vllm_engine import VllmEngine
 from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.app import build_app
 from tests.support.configs import inventory
@@ -107,7 +108,7 @@ def documents_of(plan: RunPlan) -> list[list[int]]:
 
 def exported(plan: RunPlan, folder: Path) -> Path:
     copy_tokenizer(plan, folder)
-    record = {"objective": "causal", "context": 32, "end_id": plan.end_id}
+    record = {"objective": "causal", "context": 1000, "end_id": plan.end_id}
     record["text_encoding"] = plan.text_encoding.model_dump(mode="json")
     (folder / "export.json").write_text(json.dumps(record))
     return folder
@@ -123,6 +124,24 @@ def of_lm_eval(plan: RunPlan, texts: list[str]) -> list[list[int]]:
     rank = Rank(0, 1, torch.device("cpu"))
     model = RanksModel(Opened(evaluation, rank, no_model, no_model, no_model), no_model)
     return [model.tok_encode(text) for text in texts]
+
+
+def of_vllm(export: Path, texts: list[str]) -> list[list[int]]:
+    """What vLLM gets. Its process is not started: the tokenizers are none of the model that its stand-in has."""
+    sent: list[list[int]] = []
+
+    class Noting:
+        def __init__(self, *_: object, **options: object) -> None: ...
+
+        def open(self, body: dict[str, Any]) -> Any:
+            sent.append(body["prompt"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tasks.inference.vllm_engine.VllmProcess", Noting)
+        engine = VllmEngine(export, InferenceConfig(engine="vllm"))
+        for text in texts:
+            engine.stream(text, new_tokens=1)
+    return sent
 
 
 @pytest.mark.parametrize(
@@ -150,6 +169,7 @@ def test_every_door_gives_the_same_ids(served: tuple[TestClient, AliasFollower],
         serve(follower, export)
         replies = [client.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in texts]
         assert replies == ids, name
+        assert of_vllm(export, texts) == ids, name
         if plan.text_encoding.bos:
             body = {"prompt": texts[0], "add_special_tokens": False}
             assert client.post("/tokenize", json=body).json()["tokens"] == ids[0][1:]

@@ -24,6 +24,7 @@ from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.app import build_app
 from tasks.serving.openai_requests import LABELS, ChatRequest, CompletionRequest
 from tests.support.mlflow_store import Store
+from tests.support.tiny_run import SAMPLES
 from tests.support.vllm_stand_in import LOG, install, noted, requests
 from tests.support.waiting import until
 from training.config.serving import InferenceConfig, ServingConfig
@@ -32,8 +33,8 @@ DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 # A value of each parameter that asks for something, as a client sends it, and as vLLM shall get it.
 ASKED: dict[str, tuple[Any, Any]] = {
-    "prompt": ("ab", [97, 98]),
-    "messages": ([{"role": "user", "content": "ab"}], [97, 98]),
+    "prompt": ("a<|end|>", [*b"a<|end|>"]),  # a special token of its tokenizer, and text by its rule
+    "messages": ([{"role": "user", "content": "a<|end|>"}], [*b"a<|end|>"]),
     "max_tokens": (3, 3),
     "max_completion_tokens": (3, 3),
     "temperature": (0.5, 0.5),
@@ -117,6 +118,8 @@ def test_it_follows_the_alias_with_a_process_for_each_version(
     served: tuple[TestClient, AliasFollower, Path], champion: Store
 ) -> None:
     client, follower, log = served
+    example = {"prompt": SAMPLES[1].prompt, "previous": None, "chat": False, "model": "tiny"}
+    assert client.get("/example").json() == example
     onnx = TextGenerator(champion.exported / "export", threads=1)
     body = {"prompt": "def ", "new_tokens": 12, "temperature": 0}
     assert client.post("/generate", json=body).json()["text"] == onnx.generate("def ", new_tokens=12, temperature=0)
