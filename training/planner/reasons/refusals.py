@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from training.config.parallel import ParallelConfig
 from training.config.run import RunConfig
 from training.facts.families import Ability, why_not
+from training.facts.strategies import offloads
 from training.planner.job import Layout, Mesh
 from training.planner.precision import fp8_refusal
 from training.planner.price.pricing import KEEPS_RESIDUALS
@@ -25,7 +26,8 @@ LEFT_OUT = (
 
 def mesh_refusal(question: Question, mesh: Mesh) -> str | None:
     counted_refusal = _stages_refusal if mesh.stages else _ranks_refusal
-    refusal = counted_refusal(question, mesh) or _division_refusal(question, mesh) or _batch_refusal(question, mesh)
+    refusals = (counted_refusal, _division_refusal, _batch_refusal, _offload_refusal)
+    refusal = next(filter(None, (each(question, mesh) for each in refusals)), None)
     if refusal and mesh.stages:
         return f"parallel.stages = {[list(sizes) for sizes in mesh.stages]}: {refusal}"
     return refusal
@@ -133,6 +135,17 @@ def _batch_refusal(question: Question, mesh: Mesh) -> str | None:
         )
     refusals = [accumulation_refusal(config, accumulation, mesh, dp=dp) for _, accumulation in sizes]
     return None if None in refusals else refusals[0]
+
+
+def _offload_refusal(question: Question, mesh: Mesh) -> str | None:
+    asked, optimizer = question.config.parallel.offload, question.config.train.optimizer
+    there = offloads(mesh.strategy, tp=mesh.tp, pp=mesh.pp) if optimizer != "muon" else ()
+    if asked in ("auto", "none", *there):
+        return None
+    return (
+        f"parallel.offload={asked} is not there for {mesh.strategy} with tp = {mesh.tp}, pp = {mesh.pp} and "
+        f"train.optimizer={optimizer}: set parallel.offload=none, or leave strategy, tp, pp and stages to the plan"
+    )
 
 
 def accumulation_refusal(config: RunConfig, accumulation: int, mesh: Mesh, *, dp: int) -> str | None:
