@@ -85,10 +85,7 @@ def _rank_meshes(question: Question, cps: Sequence[int]) -> Ranking:
     )
     priced += [] if is_left_out else priced_on(mesh for mesh in meshes if mesh.strategy in last_resort)
     if list(cps) == [1] and _may_have_unequal_stages(question):
-        fastest = min((each for each in priced if each.fits), key=lambda each: each.step_s, default=None)
-        priced += priced_on(
-            _unequal_meshes(prices(question.inventory.num_devices), fastest.layout if fastest else None)
-        )
+        priced += priced_on(_unequal_meshes(prices(question.inventory.num_devices), priced))
     return Ranking(
         question.job,
         fitting=best_first([each for each in priced if each.fits]),
@@ -307,7 +304,7 @@ def _may_have_unequal_stages(question: Question) -> bool:
     return may and not why_not(question.shape, "pp")
 
 
-def _unequal_meshes(by_rank: RankPrices, even: Layout | None) -> Iterator[Mesh]:
+def _unequal_meshes(by_rank: RankPrices, priced: Sequence[PricedLayout]) -> Iterator[Mesh]:
     """Yield the meshes whose replicas or stages are unequal, so that they are equally long in time.
 
     On unlike devices replicas of unlike shape; on devices that are alike the stages of the fastest layout, if it has
@@ -315,6 +312,7 @@ def _unequal_meshes(by_rank: RankPrices, even: Layout | None) -> Iterator[Mesh]:
     """
     question, run = by_rank.question, by_rank.run
     parallel, layers = question.config.parallel, question.shape.layers
+    fastest = min((each for each in priced if each.fits), key=lambda each: each.step_s, default=None)
     if not run.is_measured:
         return
     if len(by_rank.kinds) > 1:
@@ -323,7 +321,7 @@ def _unequal_meshes(by_rank: RankPrices, even: Layout | None) -> Iterator[Mesh]:
         for tp, recompute in itertools.product(tps, _recomputed(question)):
             for stages in _unequal_stages(by_rank, tp, recompute):
                 yield Mesh(SIZES_STAGES, tp, max(map(len, stages)), stages=stages, recompute=recompute)
-    elif even and even.pp > 1 and even.world_size == run.num_ranks:
+    elif fastest and (even := fastest.layout).pp > 1 and even.world_size == run.num_ranks:
         sizes = _cut(by_rank, [by_rank.kinds[0]] * even.pp, even.tp, even.recompute)
         if sizes and sizes != even_stages(layers, even.pp):
             yield Mesh(SIZES_STAGES, even.tp, even.pp, stages=(sizes,) * even.dp, recompute=even.recompute)

@@ -175,8 +175,7 @@ class RankPrices:
         replicas = self.replicas(layout)
         sizes = self.shares(layout, replicas)
         each = dict.fromkeys(zip(replicas, sizes, strict=True))
-        view = layout if not layout.stages else self._view(layout, replicas[0][0], sizes[0], layout.accumulation)
-        on_host = host_gib(our_step(self.config, self.job, view, self.run)) if layout.offload != "none" else 0.0
+        on_host = host_gib(our_step(self.config, self.job, layout, self.run)) if layout.offload != "none" else 0.0
         unequal = sizes if len(set(sizes)) > 1 else ()
         priced = replace(
             self.held(layout, *self.fullest(layout, each)),

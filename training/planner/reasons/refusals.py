@@ -28,9 +28,8 @@ def mesh_refusal(question: Question, mesh: Mesh) -> str | None:
     counted_refusal = _stages_refusal if mesh.stages else _ranks_refusal
     refusals = (counted_refusal, _division_refusal, _batch_refusal, _offload_refusal)
     refusal = next(filter(None, (each(question, mesh) for each in refusals)), None)
-    if refusal and mesh.stages:
-        return f"parallel.stages = {[list(sizes) for sizes in mesh.stages]}: {refusal}"
-    return refusal
+    asked = f"parallel.stages = {[list(sizes) for sizes in mesh.stages]}: " if mesh.stages else ""
+    return refusal and asked + refusal
 
 
 def _stages_refusal(question: Question, mesh: Mesh) -> str | None:

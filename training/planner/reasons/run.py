@@ -198,8 +198,7 @@ def why_precision(asked: ChosenPrecision, other: ChosenPrecision, as_long: float
     if is_taken:
         return f"precision: with {asked} on all devices a step would take {1 / as_long:.2f}x as long"
     why = f"precision: with {other}{' on all devices' * asked.is_mixed} a step would take {as_long:.2f}x as long"
-    tied = as_long < 1 and not asked.is_mixed
-    return f"{why}, which is less than the prediction can tell apart" if tied else why
+    return why + ", which is less than the prediction can tell apart" * (as_long < 1 and not asked.is_mixed)
 
 
 # Copies in memory
