@@ -313,15 +313,13 @@ def _unequal_meshes(by_rank: RankPrices, priced: Sequence[PricedLayout]) -> Iter
     question, run = by_rank.question, by_rank.run
     parallel, layers = question.config.parallel, question.shape.layers
     fastest = min((each for each in priced if each.fits), key=lambda each: each.step_s, default=None)
-    if not run.is_measured:
-        return
-    if len(by_rank.kinds) > 1:
+    if run.is_measured and len(by_rank.kinds) > 1:
         tps = [parallel.tp] if parallel.tp else _tensor_sizes(question)
         tps = [tp for tp in tps if sequence_choices(question, tp=tp) and not any(n % tp for n in run.ranks_per_host)]
         for tp, recompute in itertools.product(tps, _recomputed(question)):
             for stages in _unequal_stages(by_rank, tp, recompute):
                 yield Mesh(SIZES_STAGES, tp, max(map(len, stages)), stages=stages, recompute=recompute)
-    elif fastest and (even := fastest.layout).pp > 1 and even.world_size == run.num_ranks:
+    elif run.is_measured and fastest and (even := fastest.layout).pp > 1 and even.world_size == run.num_ranks:
         sizes = _cut(by_rank, [by_rank.kinds[0]] * even.pp, even.tp, even.recompute)
         if sizes and sizes != even_stages(layers, even.pp):
             yield Mesh(SIZES_STAGES, even.tp, even.pp, stages=(sizes,) * even.dp, recompute=even.recompute)
