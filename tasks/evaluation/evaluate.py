@@ -29,7 +29,8 @@ from training.config.parallel import Precision
 from training.config.run import ProfileConfig, RunConfig
 from training.config.serving import InferenceConfig
 from training.facts.families import masked_types
-from training.planner.model_shape import check_inference, shape_of_hf
+from training.planner.model_shape import shape_of_hf
+from training.planner.reasons.checks import check_inference
 from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
 from training.records.record import read_fields, sha256_file

@@ -17,7 +17,7 @@ from tasks.inference.onnx_generator import Sampling, TextStream, TokenLogprob, o
 from tasks.inference.torch_ranks import Tokens, TorchRanks
 from training.config.serving import InferenceConfig
 from training.node.limits import usable_memory_bytes
-from training.planner.model_shape import check_inference
+from training.planner.reasons.checks import check_inference
 from training.records.decoding import ROWS, DecodePlan, DecodeRequest
 
 logger = logging.getLogger(__name__)

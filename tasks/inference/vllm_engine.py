@@ -21,7 +21,7 @@ from tasks.inference.onnx_generator import (
 )
 from tasks.inference.vllm_process import MODEL, Reply, VllmProcess
 from training.config.serving import InferenceConfig
-from training.planner.model_shape import check_inference
+from training.planner.reasons.checks import check_inference
 from training.tokenizer.text_encoder import check_tokens
 
 MAX_TEMPERATURE = 2

@@ -20,8 +20,8 @@ from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
 from training.config.train import warn_of_warmup
 from training.planner.corrections import machine_of
-from training.planner.mixture import warn_of_repeats
 from training.planner.plan import make_plan
+from training.planner.reasons.text import warn_of_repeats
 from training.records.inventory import Inventory
 from training.records.plan import AnyPlan, CustomProgramPlan, ModelShape, RunPlan
 from training.records.token_shards import TokenShards

@@ -6,6 +6,7 @@ import datetime
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -18,7 +19,11 @@ from tasks.planning.plan import plan_run
 from tasks.planning.quote import Goals, Quote, make_quote, read_deadline
 from tasks.planning.text import TextEstimate
 from training.config.run import RunConfig
+from training.planner.gpu_catalog import known_gpus
 from training.planner.hypothetical_hosts import hypothetical_inventory
+from training.planner.job import Layout
+from training.planner.price.pricing import PricedLayout
+from training.planner.price.replicas import RankPrices
 
 H100 = {"name": "h100", "hosts": "8xH100-80GB-SXM,400Gb", "price_per_hour": 30, "source": "s", "date": "2026-11-01"}
 MACHINES: dict[str, Any] = {
@@ -109,6 +114,30 @@ def test_without_prices_the_fastest_is_said_and_no_picture_drawn(
     file.write_text("")
     assert main(["quote", "quickstart", "--deadline", "1w", "--machines", str(file)]) == 2
     assert "currency: Field required; machines: Field required" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_hundred_types_of_machines_take_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second prices 1,200 to 2,600 layouts, and ten are promised."""
+    plans, layouts, price = Mock(wraps=quoting.plan_run), list[Layout](), RankPrices.price
+
+    def counted(by_rank: RankPrices, layout: Layout) -> PricedLayout:
+        layouts.append(layout)
+        return price(by_rank, layout)
+
+    monkeypatch.setattr(quoting, "plan_run", plans)
+    monkeypatch.setattr(RankPrices, "price", counted)
+    machines = [
+        {"name": f"{n} {gpu.name}", "hosts": f"{n}x{gpu.name},100Gb", "counts": [1, 2]}
+        | {"price_per_hour": n * gpu.peak_tflops["fp32"] ** 0.5}
+        for gpu in known_gpus().values()
+        for n in (1, 2, 4, 8, 16)
+    ]
+    offers = Machines.model_validate({"currency": "EUR", "machines": machines})
+    found = make_quote(load_config("gpt2-124m", []), offers, Goals(None, 50.0))
+    assert len(found.rows) + len(found.cannot) + len(found.not_planned) == 2 * len(machines) > 380
+    assert plans.call_count < 50
+    assert len(layouts) < 20_000
 
 
 def test_epochs_count_where_the_text_is_known() -> None:

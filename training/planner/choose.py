@@ -16,7 +16,7 @@ from training.planner.precision import ChosenPrecision, fp8_refusal, with_whole_
 from training.planner.price.pricing import LISTED, DoesNotFit, PricedLayout, Ranking, best_by_kind
 from training.planner.price.replicas import RankPrices, Replica
 from training.planner.question import Question
-from training.planner.reasons.layout import too_few, why_chosen, why_not_any, why_shares
+from training.planner.reasons.layout import may_rebalance, too_few, why_chosen, why_not_any, why_shares
 from training.planner.reasons.refusals import check_communication, choose_groups
 from training.planner.search import rank_layouts
 from training.records.plan import DeviceShare, RankedLayout
@@ -79,7 +79,7 @@ def split_batch(by_rank: RankPrices, best: PricedLayout) -> tuple[BatchSplit, Ma
         limits = tuple(max(size, most[replica]) for replica, size in each)
     if layout.stages:
         stages = {pair: by_rank.most_layers(layout, *pair) for pair in dict.fromkeys(each)}
-    rebalance, why_rebalance = _may_rebalance(config, layout, sizes, limits)
+    rebalance, why_rebalance = may_rebalance(config, layout, sizes, limits)
     split = BatchSplit(
         micro_batches=sizes,
         max_micro_batches=limits,
@@ -115,23 +115,6 @@ def _by_device(by_rank: RankPrices, layout: Layout, each: Sequence[tuple[Replica
                 )
             )
     return tuple(found)
-
-
-def _may_rebalance(
-    config: RunConfig, layout: Layout, sizes: tuple[int, ...], limits: tuple[int, ...]
-) -> tuple[bool, str]:
-    """Whether shares, and stages of given sizes, may change during training, and why or why not."""
-    asked = config.parallel.rebalance
-    if any(len(set(stages)) > 1 for stages in layout.stages) and asked != "off":
-        return True, "shares and stages follow the steps' measured times during training"
-    if len(sizes) == 1 or asked == "off" or (asked == "auto" and len(set(sizes)) == 1):
-        return False, ""
-    if sum(limits) == sum(sizes):
-        return False, (
-            f"shares do not change during training: every replica's memory is full at {sizes[0]} "
-            f"sequences; set train.micro_batch={max(1, sizes[0] // 2)} to leave room for changes"
-        )
-    return True, "shares follow the steps' measured times during training (parallel.rebalance)"
 
 
 def resolve(config: RunConfig, layout: Layout, *, group_ranks: int) -> RunConfig:

@@ -88,19 +88,6 @@ class Corrections:
     def of(self, config: RunConfig, layout: Layout) -> Correction:
         return self.by_kind.get(describe_kind(config, layout), self.others) if self.by_kind else self.others
 
-    def reason(self, config: RunConfig, layout: Layout) -> str:
-        """A sentence for the plan's reasons; empty if nothing is corrected."""
-        kind, used = describe_kind(config, layout), self.of(config, layout)
-        if not used.runs:
-            return ""
-        runs = f"{counted(len(used.runs), 'run')} on this machine ({', '.join(used.runs)})"
-        by = f"what {runs} measured"
-        if kind not in self.by_kind:
-            by = f"the median of the layouts that ran, as {kind} did not: {runs}"
-        said = [f"computing {_times(used.computing)} as long", f"communication {_times(used.communication)}"]
-        said += [f"memory {_times(used.memory)}"] if kind in self.by_kind else []
-        return f"predictions: corrected by {by}: {', '.join(said)}"
-
 
 NO_CORRECTIONS = Corrections({}, Correction())
 
@@ -154,10 +141,6 @@ def _time_factors(run: Measurement) -> tuple[float, float]:
 
 def _bounded(factor: float) -> float:
     return min(max(factor, LEAST), MOST)
-
-
-def _times(factor: float) -> str:
-    return f"{factor:.2f} x" + (" (the bound)" if factor in {LEAST, MOST} else "")
 
 
 def correct_seconds(parts: Mapping[str, float], correction: Correction) -> dict[str, float]:

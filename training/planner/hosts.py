@@ -15,7 +15,7 @@ from typing import Any
 from training.planner.chosen_layout import ChosenLayout
 from training.planner.cluster import ALIKE, matmul_tflops
 from training.planner.precision import BY_SUPPORT
-from training.planner.price.pricing import TIED, DoesNotFit
+from training.planner.price.pricing import DoesNotFit, best_first
 from training.planner.question import Question
 from training.planner.reasons.hosts import why_hosts, why_less_sent, why_without
 from training.records.inventory import Device, Host
@@ -52,9 +52,8 @@ def best_hosts(question: Question, plan: Callable[[Question], ChosenLayout]) -> 
     if not found:
         assert refusal is not None
         raise refusal
-    of_all, least_s = found[0] if is_possible else None, min(each.step_s for each in found)
-    tied = [each for each in found if each.step_s <= TIED * least_s]
-    fastest = max(tied, key=lambda each: round(1 - each.best.needed_gib / each.best.usable_gib, 1))
+    of_all, best = found[0] if is_possible else None, best_first([each.best for each in found])[0]
+    fastest = next(each for each in found if each.best is best)
     taken = fastest if of_all is None or _may_choose(question) else of_all
     others = [] if _are_alike(everything) else [each for each in found if each is not of_all and each is not fastest]
     why = why_hosts(everything, taken, fastest, of_all, others) if of_all else why_without(taken, everything, refusal)

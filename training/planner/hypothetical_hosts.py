@@ -53,25 +53,6 @@ def hypothetical_inventory(text: str) -> Inventory:
     return Inventory(hosts=tuple(hosts))
 
 
-def assumptions(inventory: Inventory) -> list[str]:
-    """Sentences for the plan's reasons on what it assumes of hypothetical hosts; none for real hosts."""
-    hosts = [host for host in inventory.hosts if HYPOTHETICAL in host.versions]
-    if not hosts:
-        return []
-    gpus = sorted({host.versions[HYPOTHETICAL] for host in hosts})
-    found = [
-        f"hypothetical hosts: nothing was measured. Rates of matrix products are those that others measured "
-        f"({'; '.join(gpus)}), links the share of the datasheet's that NCCL usually reaches"
-    ]
-    if len(inventory.hosts) > 1:
-        rates = sorted({f"{host.network_gb_per_s / NETWORK_SHARE * 8:.0f}" for host in hosts}, key=float)
-        found.append(
-            f"network: {' and '.join(rates)} Gbit/s per host, shared by its GPUs (8x400Gb would be eight adapters of "
-            "400 Gbit/s)"
-        )
-    return found
-
-
 def _group(text: str) -> tuple[int, Host, float]:
     """Parses one group: the number of hosts, one of them, and the network's GB/s (0: not given)."""
     match = GROUP.fullmatch(text)

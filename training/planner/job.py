@@ -131,13 +131,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The part of a layout that decides on which hosts its ranks are."""
+    """The part of a layout that decides on which hosts its ranks are.
+
+    `stages`: as in a Layout. `recompute`: what these stages were cut for; None: all that is open.
+    """
 
     strategy: StrategyName
     tp: int
     pp: int
     cp: int = 1
     stages_per_rank: int = 1
+    stages: Stages = ()
+    recompute: Recompute | None = None
 
     @property
     def model_ranks(self) -> int:

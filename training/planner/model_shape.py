@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from training.config.data import ASSUMED_VOCAB
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
-from training.config.serving import InferenceConfig
-from training.facts.families import Ability, adds_loss, masked_types, types_counting_from_pad, why_not
+from training.facts.families import adds_loss, masked_types, types_counting_from_pad
 from training.planner.precision import FP8_MULTIPLE
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
-from training.records.record import read_fields
 from training.records.token_shards import TokenShards
 
 # attention_dropout, resid_pdrop, hidden_dropout_prob, ...: as transformers' classes spell it (5.23)
@@ -81,7 +78,7 @@ def model_shape(
         )
     sizes = shape.sizes.with_words(vocab_size - shape.vocab_size)
     if hf_config.get("model_type") in types_counting_from_pad() and model.init == "random":
-        rows = shape.width * (end_id - _pad_id(hf_config))
+        rows = shape.width * (end_id - pad_id(hf_config))
         more = {name: getattr(sizes.before, name) + rows for name in ("parameters", "used")}
         sizes = sizes.model_copy(update={"before": sizes.before.model_copy(update=more)})
     return shape.model_copy(update={"vocab_size": vocab_size, "context": context, "sizes": sizes})
@@ -163,31 +160,7 @@ def _check_dropout(model: ModelConfig, hf: Mapping[str, Any]) -> None:
         )
 
 
-def check_positions(config: RunConfig, hf: Mapping[str, Any], *, end_id: int) -> list[str]:
-    """Return sentences on the table of positions of a class that counts them from its pad token's ID + 1 on.
-
-    `end_id`: the end token, which is the pad token of a model with random weights. Raises ValueError if the context
-    exceeds the positions that are left.
-    """
-    if hf.get("model_type") not in types_counting_from_pad():
-        return []
-    pad_id, rows = _pad_id(hf), int(hf.get("max_position_embeddings") or 0)
-    positions = rows - pad_id - 1
-    if config.train.context > positions:
-        raise ValueError(
-            f"train.context = {config.train.context} exceeds the {positions} positions of model.path: its type is "
-            f"{hf['model_type']}, which counts them from its pad token's ID + 1 = {pad_id + 1} on, of "
-            f"max_position_embeddings = {rows}: lower train.context"
-        )
-    if config.model.init == "pretrained" or end_id == pad_id:
-        return []
-    return [
-        f"positions: type {hf['model_type']} counts them from its pad token's ID + 1 on, here {end_id + 1}, so its "
-        f"table gets {rows + end_id - pad_id:,} rows for the {positions:,} positions of config.json"
-    ]
-
-
-def _pad_id(hf: Mapping[str, Any]) -> int:
+def pad_id(hf: Mapping[str, Any]) -> int:
     return int(hf.get("pad_token_id") or COUNT_FROM_PAD_ID)
 
 
@@ -287,37 +260,3 @@ def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping
             )
         return theirs
     return ours or ASSUMED_VOCAB[tokenizer.kind]
-
-
-# Divided over devices for inference
-
-
-def check_inference(folder: Path, inference: InferenceConfig) -> None:
-    """Raise ValueError, with the numbers and the cure, if the model cannot be divided as configured."""
-    degree = inference.degree
-    if inference.parallel == "none" and degree > 1:
-        raise ValueError(
-            f"inference.degree = {degree}, but inference.parallel = none: set inference.parallel to data (copies), "
-            "tensor (split matrices) or pipeline (distributed layers), or leave the degree out"
-        )
-    if inference.parallel not in {"tensor", "pipeline"}:
-        return
-    settings = dict(read_fields(folder / "config.json"))
-    shape = shape_of_hf(settings, vocab_size=int(settings["vocab_size"]))
-    needed: tuple[Ability, ...] = ("tp" if inference.parallel == "tensor" else "pp", "cached")
-    if why := next(filter(None, (why_not(shape, ability) for ability in needed)), None):
-        raise ValueError(
-            f"models of type {shape.architecture} have no inference.parallel={inference.parallel}: {why}: set "
-            "inference.parallel=data"
-        )
-    if inference.parallel == "pipeline" and shape.layers < degree:
-        raise ValueError(
-            f"{shape.layers} layers cannot fill inference.degree = {degree} stages: lower it to {shape.layers} or less"
-        )
-    kv_heads = [("key/value heads", heads) for heads in (shape.kv_heads, *shape.some_kv_heads)]
-    for what, size in (("attention heads", shape.heads), *kv_heads):
-        if inference.parallel == "tensor" and size % degree:
-            raise ValueError(
-                f"{size} {what} cannot be shared by inference.degree = {degree} ranks: choose a degree that divides "
-                f"{size}, or inference.parallel=pipeline"
-            )

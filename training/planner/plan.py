@@ -16,21 +16,28 @@ from training.planner.chosen_layout import ChosenLayout
 from training.planner.corrections import correct_memory, exposed_s
 from training.planner.gpu_catalog import mean_datasheet_tflops
 from training.planner.hosts import best_hosts
-from training.planner.mixture import describe_packing, describe_sources, plan_sources, warn_of_repeats
-from training.planner.model_shape import check_positions, flops_per_token, model_shape, vocab_size
+from training.planner.mixture import plan_sources
+from training.planner.model_shape import flops_per_token, model_shape, vocab_size
 from training.planner.precision import ChosenPrecision, own_precisions, resolved_precision
 from training.planner.price.memory import GIB
 from training.planner.price.pricing import TIED, likely_range, num_shards, rank_checkpoint_bytes
 from training.planner.question import Question
-from training.planner.reasons.checks import check_choice, check_disk, check_run
-from training.planner.reasons.run import compile_refusal, other_losses, price_memory_copies, why_run
+from training.planner.reasons.checks import check_choice, check_disk, check_positions, check_run
+from training.planner.reasons.run import (
+    compile_refusal,
+    other_losses,
+    price_memory_copies,
+    why_compiled,
+    why_precision,
+    why_run,
+)
+from training.planner.reasons.text import describe_packing, describe_sources, warn_of_repeats
 from training.planner.run_length import RunLength, length, mean_step_s, run_length, steps_that_fit, times_as_long_eager
 from training.records.correction import Measurement
 from training.records.inventory import Inventory
 from training.records.plan import ModelShape, Prediction, RunPlan
 from training.records.text_encoding import NOTHING_SPECIAL
 from training.records.token_shards import TokenShards
-from training.records.words import format_duration
 from training.shards.packing import Epoch
 
 COMPILING_S = 60.0  # seconds that torch.compile takes when training begins: assumed, not measured
@@ -132,17 +139,8 @@ def _choose_compile(
     saved_s = steps * (eager_s - choice.step_s)
     if saved_s < COMPILING_S:
         choice, why_hosts = choose(False)
-        return choice, (
-            *why_hosts,
-            f"compile off: it would save {format_duration(max(0.0, saved_s))} of {format_duration(steps * eager_s)} of "
-            f"training, and takes about {format_duration(COMPILING_S)} to begin with",
-        )
-    return choice, (
-        *why_hosts,
-        f"compile on: a step is predicted to take {1 - choice.step_s / eager_s:.1%} less time, "
-        f"{format_duration(saved_s)} in all, for about {format_duration(COMPILING_S)} to begin with; all hosts have "
-        "what it needs",
-    )
+    why = why_compiled(saved_s >= COMPILING_S, saved_s=saved_s, eager_s=steps * eager_s, compiling_s=COMPILING_S)
+    return choice, (*why_hosts, why)
 
 
 def _choose(question: Question) -> ChosenLayout:
@@ -162,13 +160,8 @@ def _choose(question: Question) -> ChosenLayout:
     except ValueError as error:
         return choice.because(f"precision {other} is not possible here: {error}")
     as_long = in_other.step_s / choice.step_s
-    if not asked.is_mixed and TIED * as_long < 1:
-        why = f"precision: with {asked} on all devices a step would take {1 / as_long:.2f}x as long"
-        return in_other.because(why)
-    why = f"precision: with {other}{' on all devices' * asked.is_mixed} a step would take {as_long:.2f}x as long"
-    if as_long < 1 and not asked.is_mixed:
-        why += ", which is less than the prediction can tell apart"
-    return choice.because(why)
+    is_taken = not asked.is_mixed and TIED * as_long < 1
+    return (in_other if is_taken else choice).because(why_precision(asked, other, as_long, is_taken=is_taken))
 
 
 def _predict(chosen: ChosenLayout, run: RunLength) -> Prediction:

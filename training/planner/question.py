@@ -71,7 +71,12 @@ class Question:
     def num_ranks(self, mesh: Mesh) -> int:
         if not STRATEGIES[mesh.strategy].engine:
             return 1
+        if mesh.stages:
+            return mesh.tp * sum(map(len, mesh.stages))
         return self.config.parallel.ranks or self.num_replicas(mesh) * mesh.model_ranks
+
+    def dp(self, mesh: Mesh) -> int:
+        return len(mesh.stages) or self.num_ranks(mesh) // mesh.model_ranks
 
     def ranks_per_host(self, ranks: int) -> tuple[int, ...]:
         """Return the ranks on each host, first hosts first, until all ranks have a device."""
@@ -83,14 +88,16 @@ class Question:
             ranks -= per_host[-1]
         return tuple(ranks for ranks in per_host if ranks)
 
-    def micro_batches(self, dp: int) -> list[tuple[int, int]]:
-        """The sizes to try, largest first, and how many a replica makes of each; of unequal shares that are asked for,
-        the largest.
+    def micro_batches(self, mesh: Mesh) -> list[tuple[int, int]]:
+        """The sizes to try, largest first, and how many a replica makes of each.
+
+        Replicas of unlike shape may have unequal shares. Of shares that are asked for it is the largest, of other
+        unequal ones about the mean.
         """
-        train, shares = self.config.train, self.config.parallel.shares
+        train, shares, dp = self.config.train, self.config.parallel.shares, self.dp(mesh)
         asked, batch = train.micro_batch, train.global_batch
         if not isinstance(shares, str):
-            return [(max(shares), batch // sum(shares))]
-        sequences = batch // dp
-        sizes = [asked] if asked else range(sequences, 0, -1)
-        return [(size, sequences // size) for size in sizes if sequences % size == 0]
+            return [(max(shares), batch // sum(shares))] if len(shares) == dp and batch % sum(shares) == 0 else []
+        shared = 1 if mesh.stages and shares == "auto" else dp
+        numbers = (n for n in range(1, batch // dp + 1) if batch % (n * shared) == 0)
+        return [(batch // (n * dp), n) for n in numbers if not asked or batch == n * dp * asked]

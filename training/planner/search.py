@@ -18,15 +18,12 @@ from training.facts.strategies import STRATEGIES, StrategyName, having, offloads
 from training.planner.cluster import Cluster
 from training.planner.job import Layout, Mesh, Offload, Recompute
 from training.planner.price.pricing import CLOSE, LISTED, TIED, PricedLayout, Ranking, best_first
-from training.planner.price.replicas import RankPrices
+from training.planner.price.replicas import RankDevice, RankPrices
 from training.planner.question import Question
 from training.planner.reasons.refusals import (
     LEFT_OUT,
     accumulation_refusal,
-    accumulations,
-    check_stages,
     mesh_refusal,
-    split_refusal,
 )
 from training.records.plan import ModelShape, even_stages
 
@@ -34,6 +31,10 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 MAX_STAGES = 64
 STAGES_PER_RANK = (2, 4, 8)  # that are tried by themselves
+MAX_LENGTH = 8  # stages of a replica of unlike shape
+LENGTHS_TRIED = 2  # of pipelines of devices that are alike, the shortest that hold the model
+RUNS_COMBINED = 4  # of more runs of devices that are alike only the shortest of each are tried
+SIZES_STAGES = having("sizes_stages")[0]
 LEAST_BUBBLE = 0.05  # of a step's micro-batches: where 1F1B idles less, interleaved stages save too little to be tried
 LEAST_TOKENS = 1024  # of a sequence on each rank that shares it: fewer keep little memory, and no GPU busy
 
@@ -44,8 +45,6 @@ def rank_layouts(question: Question) -> Ranking:
     Ranks share the tokens of a sequence only where nothing fits without.
     """
     config = question.config
-    if question.has_stages:
-        check_stages(question)
     found = _rank_meshes(question, [config.parallel.cp or 1])
     if found.fitting or config.parallel.cp or not found.unfitting or question.has_stages:
         return found
@@ -56,9 +55,11 @@ def rank_layouts(question: Question) -> Ranking:
 
 
 def _rank_meshes(question: Question, cps: Sequence[int]) -> Ranking:
-    config, stages = question.config, question.config.parallel.stages
-    meshes = [] if question.has_stages else [mesh for cp in cps for mesh in _meshes(question, cp)]
-    refusals = {mesh: mesh_refusal(question, mesh) for mesh in meshes}
+    config, meshes = question.config, [mesh for cp in cps for mesh in _meshes(question, cp)]
+
+    @functools.cache
+    def refusal(mesh: Mesh) -> str | None:
+        return mesh_refusal(question, mesh)
 
     @functools.cache
     def prices(ranks: int) -> RankPrices:
@@ -68,7 +69,7 @@ def _rank_meshes(question: Question, cps: Sequence[int]) -> Ranking:
         return _price(
             (by_rank, layout)
             for mesh in some
-            if refusals[mesh] is None
+            if refusal(mesh) is None
             for by_rank in [prices(question.num_ranks(mesh))]
             for layout in _layouts(question, by_rank.run, mesh)
             if may_win(layout)
@@ -83,18 +84,15 @@ def _rank_meshes(question: Question, cps: Sequence[int]) -> Ranking:
         each.fits and each.layout.offload == "none" and each.layout.row.by_fsdp for each in priced
     )
     priced += [] if is_left_out else priced_on(mesh for mesh in meshes if mesh.strategy in last_resort)
-    if question.has_stages or (list(cps) == [1] and _may_have_unequal_stages(question)):
-        fastest = min((each for each in priced if each.fits), key=lambda each: each.step_s, default=None)
-        asked = 0 if isinstance(stages, str) else max(1, config.parallel.tp) * sum(map(len, stages))
-        by_rank = prices(asked or question.inventory.num_devices)
-        priced += map(by_rank.price, _stage_layouts(by_rank, fastest.layout if fastest else None))
+    if list(cps) == [1] and _may_have_unequal_stages(question):
+        priced += priced_on(_unequal_meshes(prices(question.inventory.num_devices), priced))
     return Ranking(
         question.job,
         fitting=best_first([each for each in priced if each.fits]),
         unfitting=tuple(
             sorted((each for each in priced if not each.fits), key=lambda each: (each.missing_gib, each.needed_gib))
         ),
-        refused=tuple(refusal for refusal in refusals.values() if refusal is not None),
+        refused=tuple(filter(None, map(refusal, meshes))),
         left_out=(LEFT_OUT,) if is_left_out else (),
     )
 
@@ -150,6 +148,9 @@ def _may_win_by_interleaving(priced: Iterable[PricedLayout]) -> Callable[[Layout
 def _meshes(question: Question, cp: int) -> Iterator[Mesh]:
     """Every strategy with every tp and pp that the config leaves open, whether or not they are possible."""
     parallel, shape = question.config.parallel, question.shape
+    if not isinstance(parallel.stages, str):
+        yield Mesh(SIZES_STAGES, max(1, parallel.tp), max(map(len, parallel.stages)), stages=parallel.stages)
+        return
     num_devices = parallel.ranks or question.inventory.num_devices
     pinned = parallel.strategy != "auto"
     tps = [parallel.tp] if parallel.tp else [1] if pinned else _tensor_sizes(question)
@@ -223,9 +224,9 @@ def _layouts(question: Question, cluster: Cluster, mesh: Mesh) -> Iterator[Layou
         return  # a tensor-parallel group would reach over hosts
     if STRATEGIES[mesh.strategy].in_groups and parallel.strategy == "auto" and len(sizes) > 1:
         return  # its groups are hosts, which must be equal
-    dp = cluster.num_ranks // mesh.model_ranks
+    dp = question.dp(mesh)
     split = sequence_choices(question, tp=mesh.tp, cp=mesh.cp)
-    for micro_batch, accumulation in question.micro_batches(dp):
+    for micro_batch, accumulation in question.micro_batches(mesh):
         if accumulation_refusal(question.config, accumulation, mesh, dp=dp) is not None:
             continue
         if parallel.pp_stages_per_rank < mesh.stages_per_rank > 1 and mesh.pp - 1 < LEAST_BUBBLE * accumulation:
@@ -242,6 +243,7 @@ def _layouts(question: Question, cluster: Cluster, mesh: Mesh) -> Iterator[Layou
                     recompute=recompute,
                     offload=offload,
                     stages_per_rank=mesh.stages_per_rank,
+                    stages=mesh.stages,
                     sequence_parallel=is_split,
                     cp=mesh.cp,
                     keeps_weights=keeps_weights,
@@ -270,7 +272,8 @@ def _savings(question: Question, mesh: Mesh) -> Iterator[tuple[Recompute, Offloa
     there = {"none", *(offloads(mesh.strategy, tp=mesh.tp, pp=mesh.pp) if config.train.optimizer != "muon" else ())}
     tried = {"none"} if question.inventory.device_kind == "cpu" else there
     wanted = tried if asked == "auto" else there & {asked}
-    yield from itertools.product(_recomputed(question), (each for each in OFFLOAD if each in wanted))
+    recomputed = (mesh.recompute,) if mesh.recompute else _recomputed(question)
+    yield from itertools.product(recomputed, (each for each in OFFLOAD if each in wanted))
 
 
 def _kept_for_speed(question: Question, mesh: Mesh, offload: Offload, accumulation: int) -> Iterator[tuple[bool, bool]]:
@@ -301,36 +304,47 @@ def _may_have_unequal_stages(question: Question) -> bool:
     return may and not why_not(question.shape, "pp")
 
 
-def _stage_layouts(by_rank: RankPrices, even: Layout | None) -> Iterator[Layout]:
-    """Yield the layouts whose replicas or stages are unequal, with each number of micro-batches.
+def _unequal_meshes(by_rank: RankPrices, priced: Sequence[PricedLayout]) -> Iterator[Mesh]:
+    """Yield the meshes whose replicas or stages are unequal, so that they are equally long in time.
 
     On unlike devices replicas of unlike shape; on devices that are alike the stages of the fastest layout, if it has
-    some, cut so that they are equally long in time.
+    some.
     """
-    question, recompute = by_rank.question, _recomputed(by_rank.question)
-    parallel, batch = question.config.parallel, question.config.train.global_batch
-
-    def layout_of(tp: int, stages: Stages, recompute: Recompute, accumulation: int = 0) -> Layout:
-        longest, dp = max(map(len, stages)), len(stages)
-        number = accumulation or longest
-        micro_batch = max(1, batch // (dp * number))
-        split = sequence_choices(question, tp=tp)[0]
-        layout = Layout(having("sizes_stages")[0], tp, longest, dp, micro_batch, number, recompute, stages=stages)
-        return replace(layout, sequence_parallel=split)
-
-    found: Iterable[tuple[int, Stages, Recompute]] = ()
-    if not isinstance(parallel.stages, str):
-        found = itertools.product([max(1, parallel.tp)], [parallel.stages], recompute)
-    elif by_rank.run.is_measured and len(by_rank.kinds) > 1:
+    question, run = by_rank.question, by_rank.run
+    parallel, layers = question.config.parallel, question.shape.layers
+    fastest = min((each for each in priced if each.fits), key=lambda each: each.step_s, default=None)
+    if run.is_measured and len(by_rank.kinds) > 1:
         tps = [parallel.tp] if parallel.tp else _tensor_sizes(question)
-        tps = [tp for tp in tps if sequence_choices(question, tp=tp)]
-        found = by_rank.unequal_stages(layout_of, tps=tps, recompute=recompute)
-    elif by_rank.run.is_measured and even and even.pp > 1 and even.world_size == by_rank.run.num_ranks:
-        equal = (even_stages(question.shape.layers, even.pp),) * 2
-        sizes = by_rank.cut(layout_of(even.tp, equal, even.recompute), [by_rank.kinds[0]] * even.pp)
-        found = [(even.tp, (sizes,) * even.dp, even.recompute)] if sizes and sizes != equal[0] else []
-    for tp, stages, recomputed in found:
-        if split_refusal(question.shape, tp=tp, pp=max(map(len, stages))):
-            continue
-        for accumulation in accumulations(question.config, stages):
-            yield layout_of(tp, stages, recomputed, accumulation)
+        tps = [tp for tp in tps if sequence_choices(question, tp=tp) and not any(n % tp for n in run.ranks_per_host)]
+        for tp, recompute in itertools.product(tps, _recomputed(question)):
+            for stages in _unequal_stages(by_rank, tp, recompute):
+                yield Mesh(SIZES_STAGES, tp, max(map(len, stages)), stages=stages, recompute=recompute)
+    elif run.is_measured and fastest and (even := fastest.layout).pp > 1 and even.world_size == run.num_ranks:
+        sizes = _cut(by_rank, [by_rank.kinds[0]] * even.pp, even.tp, even.recompute)
+        if sizes and sizes != even_stages(layers, even.pp):
+            yield Mesh(SIZES_STAGES, even.tp, even.pp, stages=(sizes,) * even.dp, recompute=even.recompute)
+
+
+def _unequal_stages(by_rank: RankPrices, tp: int, recompute: Recompute) -> list[Stages]:
+    """Return replicas of neighbouring devices that are alike, each as short a pipeline as can hold the model, or
+    longer; and one pipeline of all devices."""
+    units = [by_rank.device(rank) for rank in range(0, by_rank.run.num_ranks, tp)]
+    runs = [list(run) for _, run in itertools.groupby(units, key=id)]
+    tried = LENGTHS_TRIED if len(runs) <= RUNS_COMBINED else 1
+    options = list[list[Stages]]()
+    for run in runs:
+        lengths = range(1, min(len(run), by_rank.job.shape.layers, MAX_LENGTH) + 1)
+        cuts = ((n, _cut(by_rank, run[:n], tp, recompute)) for n in lengths if len(run) % n == 0)
+        options.append([(sizes,) * (len(run) // n) for n, sizes in cuts if sizes is not None][:tried])
+    found = [tuple(itertools.chain.from_iterable(each)) for each in itertools.product(*options)]
+    if 1 < len(units) <= MAX_LENGTH and (sizes := _cut(by_rank, units, tp, recompute)) is not None:
+        found.append((sizes,))
+    return [stages for stages in dict.fromkeys(found) if max(map(len, stages)) > 1]
+
+
+def _cut(by_rank: RankPrices, devices: Sequence[RankDevice], tp: int, recompute: Recompute) -> tuple[int, ...] | None:
+    """Return the layers of each stage of a pipeline on these devices, beside another one; None if they lack memory."""
+    length, question = len(devices), by_rank.question
+    micro_batch, stages = max(1, question.config.train.global_batch // (2 * length)), ((1,) * length,) * 2
+    pipeline = Layout(SIZES_STAGES, tp, length, 2, micro_batch, length, recompute, stages=stages)
+    return by_rank.cut(replace(pipeline, sequence_parallel=sequence_choices(question, tp=tp)[0]), devices)

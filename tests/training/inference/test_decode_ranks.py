@@ -18,7 +18,7 @@ from tests.support.ranks import Ranks
 from tests.support.tiny_run import tiny_run
 from training.config.serving import InferenceConfig
 from training.inference.sampling import SamplingParams, sample_token
-from training.planner.model_shape import check_inference
+from training.planner.reasons.checks import check_inference
 from training.records.decoding import (
     CHANNEL,
     CancelRequest,

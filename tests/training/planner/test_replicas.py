@@ -267,6 +267,19 @@ def test_stages_that_cannot_be_are_refused(stages: tuple[tuple[int, ...], ...], 
         make_plan(tiny_config(**LARGE, parallel__stages=stages), unlike(0.2, 0.1, 0.1))
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"tp": 3}, "4 attention heads cannot be shared by parallel.tp = 3"),
+        ({"offload": "optimizer"}, "offload=optimizer is not there for ddp with tp = 1, pp = 2"),
+    ],
+)
+def test_pinned_stages_are_refused_what_other_layouts_are(asked: dict[str, Any], why: str) -> None:
+    config = tiny_config(**LARGE, parallel__stages=((8,), (4, 4)), **{f"parallel__{k}": v for k, v in asked.items()})
+    with pytest.raises(ValueError, match=why):
+        make_plan(config, unlike(*[0.2] * 9))
+
+
 def test_pinned_stages_that_do_not_fit_are_named_with_the_bytes() -> None:
     why = r"\d layers need [\d.]+ GiB on cpu at micro-batch 1, 0.54 GiB usable: move layers to other stages"
     with pytest.raises(ValueError, match=why):

@@ -8,17 +8,16 @@ in its own precision.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from training.config.parallel import Precision, Stages
+from training.config.parallel import Precision
 from training.facts.shares import largest_that_fits, split_by_speed
 from training.planner.cluster import ALIKE, MEMORY_SHARE, Cluster, cluster_of
 from training.planner.corrections import correct_memory, correct_seconds
-from training.planner.job import Layout, Recompute
+from training.planner.job import Layout
 from training.planner.precision import ChosenPrecision
 from training.planner.price.pricing import COMPUTING, PricedLayout, host_gib, memory_of, our_step
 from training.planner.price.step_time import step_s
@@ -26,10 +25,6 @@ from training.planner.question import Question
 from training.records.correction import Correction
 from training.records.inventory import Device, Inventory
 from training.records.plan import even_stages
-
-MAX_LENGTH = 8  # stages of a replica of unlike shape
-LENGTHS_TRIED = 2  # of pipelines of devices that are alike, the shortest that hold the model
-RUNS_COMBINED = 4  # of more runs of devices that are alike only the shortest of each are tried
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +138,13 @@ class RankPrices:
         view = self._view(layout, rank, micro_batch, rank.length or layout.accumulation)
         return memory_of(self.config, self.jobs[rank.device.precision], view, rank.device.cluster)
 
+    def held(self, layout: Layout, rank: Rank, micro_batch: int) -> PricedLayout:
+        """Return the layout with this rank's memory, and without seconds."""
+        memory, usable_gib = self.memory(layout, rank, micro_batch), rank.device.usable_gib
+        return PricedLayout(layout, self.run, memory, usable_gib, {}, mean_tflops=self.mean_tflops)
+
     def fits(self, layout: Layout, rank: Rank, micro_batch: int) -> bool:
-        return sum(self.memory(layout, rank, micro_batch).values()) <= rank.device.usable_gib
+        return self.held(layout, rank, micro_batch).fits
 
     def _largest(self, layout: Layout, rank: Rank) -> int:
         """Return the largest micro-batch that fits; 0: none."""
@@ -175,29 +175,21 @@ class RankPrices:
         replicas = self.replicas(layout)
         sizes = self.shares(layout, replicas)
         each = dict.fromkeys(zip(replicas, sizes, strict=True))
-        rank, size = self.fullest(layout, each)
-        memory, usable_gib = self.memory(layout, rank, size), rank.device.usable_gib
-        view = layout if not layout.stages else self._view(layout, replicas[0][0], sizes[0], layout.accumulation)
-        on_host = host_gib(our_step(self.config, self.job, view, self.run)) if layout.offload != "none" else 0.0
+        on_host = host_gib(our_step(self.config, self.job, layout, self.run)) if layout.offload != "none" else 0.0
         unequal = sizes if len(set(sizes)) > 1 else ()
-        priced = functools.partial(
-            PricedLayout,
-            layout if not unequal and sizes[0] == layout.micro_batch else replace(layout, micro_batch=max(sizes)),
-            self.run,
-            memory,
-            usable_gib,
+        priced = replace(
+            self.held(layout, *self.fullest(layout, each)),
+            layout=replace(layout, micro_batch=max(sizes)),
             correction=self.correction(layout),
             host_gib=on_host,
             micro_batches=unequal,
-            mean_tflops=self.mean_tflops,
         )
-        unfit = priced(seconds={})
-        return priced(seconds=self.step(layout, [*each])) if unfit.fits else unfit
+        return replace(priced, seconds=self.step(layout, [*each])) if priced.fits else priced
 
     def fullest(self, layout: Layout, each: Iterable[tuple[Replica, int]]) -> tuple[Rank, int]:
         """Return the rank that has least memory to spare, and its micro-batch."""
         ranks = [(rank, size) for replica, size in each for rank in replica]
-        return max(ranks, key=lambda pair: sum(self.memory(layout, *pair).values()) - pair[0].device.usable_gib)
+        return max(ranks, key=lambda pair: self.held(layout, *pair).missing_gib)
 
     def step(self, layout: Layout, each: Sequence[tuple[Replica, int]]) -> dict[str, float]:
         """Return the seconds of a step by part: the slowest replica's, and the longest exchange between replicas."""
@@ -276,42 +268,6 @@ class RankPrices:
     def _computing(self, layout: Layout, rank: Rank, micro_batch: int) -> float:
         parts = self.seconds(layout, rank, micro_batch, 1)
         return sum(parts.get(part, 0.0) for part in COMPUTING)
-
-    def unequal_stages(
-        self,
-        layout_of: Callable[[int, Stages, Recompute], Layout],
-        *,
-        tps: Sequence[int],
-        recompute: Sequence[Recompute],
-    ) -> Iterator[tuple[int, Stages, Recompute]]:
-        """Yield replicas of neighbouring devices that are alike, each as short a pipeline as can hold the model, or
-        longer; and one pipeline of all devices."""
-        per_host = self.run.ranks_per_host
-        for tp, saving in itertools.product(tps, recompute):
-            if any(ranks % tp for ranks in per_host):
-                continue
-
-            def cut(units: Sequence[RankDevice], tp: int = tp, saving: Recompute = saving) -> tuple[int, ...] | None:
-                return self.cut(layout_of(tp, ((1,) * len(units),) * 2, saving), units)
-
-            units = [self.device(rank) for rank in range(0, self.run.num_ranks, tp)]
-            runs = [list(run) for _, run in itertools.groupby(units, key=id)]
-            tried = LENGTHS_TRIED if len(runs) <= RUNS_COMBINED else 1
-            options = [self._of_run(run, cut)[:tried] for run in runs]
-            found = [tuple(itertools.chain.from_iterable(each)) for each in itertools.product(*options)]
-            if 1 < len(units) <= MAX_LENGTH and (sizes := cut(units)) is not None:
-                found.append((sizes,))
-            for stages in dict.fromkeys(found):
-                if max(map(len, stages)) > 1:
-                    yield tp, stages, saving
-
-    def _of_run(
-        self, units: Sequence[RankDevice], cut: Callable[[Sequence[RankDevice]], tuple[int, ...] | None]
-    ) -> list[Stages]:
-        """Return ways to make replicas of devices that are alike."""
-        lengths = range(1, min(len(units), self.job.shape.layers, MAX_LENGTH) + 1)
-        cuts = ((length, cut(units[:length])) for length in lengths if len(units) % length == 0)
-        return [(sizes,) * (len(units) // length) for length, sizes in cuts if sizes is not None]
 
 
 def _without_exchange(parts: Mapping[str, float]) -> float:

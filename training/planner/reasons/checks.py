@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from training.config.parallel import Precision
 from training.config.run import RunConfig
-from training.facts.families import why_not
+from training.config.serving import InferenceConfig
+from training.facts.families import Ability, types_counting_from_pad, why_not
 from training.planner.chosen_layout import ChosenLayout
+from training.planner.model_shape import pad_id, shape_of_hf
 from training.records.inventory import Host
 from training.records.plan import ModelShape
+from training.records.record import read_fields
 from training.records.token_shards import TokenShards
 from training.shards.packing import OWN_DOCUMENT
 
@@ -54,6 +58,30 @@ def _check_packing(config: RunConfig, shape: ModelShape) -> None:
             f"train.packing={packing} keeps attention within documents, which models of type {shape.architecture} "
             f"cannot: {why}: set train.packing=padded, or stream"
         )
+
+
+def check_positions(config: RunConfig, hf: Mapping[str, Any], *, end_id: int) -> list[str]:
+    """Return sentences on the table of positions of a class that counts them from its pad token's ID + 1 on.
+
+    `end_id`: the end token, which is the pad token of a model with random weights. Raises ValueError if the context
+    exceeds the positions that are left.
+    """
+    if hf.get("model_type") not in types_counting_from_pad():
+        return []
+    pad, rows = pad_id(hf), int(hf.get("max_position_embeddings") or 0)
+    positions = rows - pad - 1
+    if config.train.context > positions:
+        raise ValueError(
+            f"train.context = {config.train.context} exceeds the {positions} positions of model.path: its type is "
+            f"{hf['model_type']}, which counts them from its pad token's ID + 1 = {pad + 1} on, of "
+            f"max_position_embeddings = {rows}: lower train.context"
+        )
+    if config.model.init == "pretrained" or end_id == pad:
+        return []
+    return [
+        f"positions: type {hf['model_type']} counts them from its pad token's ID + 1 on, here {end_id + 1}, so its "
+        f"table gets {rows + end_id - pad:,} rows for the {positions:,} positions of config.json"
+    ]
 
 
 def check_choice(config: RunConfig, chosen: ChosenLayout, hf_config: Mapping[str, Any]) -> None:
@@ -164,3 +192,37 @@ def check_disk(config: RunConfig, checkpoint_gib: float, steps: int, host: Host)
             f"{host.name} has {host.disk_free_gib:.1f} GiB free: free some space, lower checkpoint.keep_last, raise "
             "checkpoint.keep_every_steps, or set SHARDLINE_HOME to a larger disk"
         )
+
+
+# Divided over devices for inference
+
+
+def check_inference(folder: Path, inference: InferenceConfig) -> None:
+    """Raise ValueError, with the numbers and the cure, if the model cannot be divided as configured."""
+    degree = inference.degree
+    if inference.parallel == "none" and degree > 1:
+        raise ValueError(
+            f"inference.degree = {degree}, but inference.parallel = none: set inference.parallel to data (copies), "
+            "tensor (split matrices) or pipeline (distributed layers), or leave the degree out"
+        )
+    if inference.parallel not in {"tensor", "pipeline"}:
+        return
+    settings = dict(read_fields(folder / "config.json"))
+    shape = shape_of_hf(settings, vocab_size=int(settings["vocab_size"]))
+    needed: tuple[Ability, ...] = ("tp" if inference.parallel == "tensor" else "pp", "cached")
+    if why := next(filter(None, (why_not(shape, ability) for ability in needed)), None):
+        raise ValueError(
+            f"models of type {shape.architecture} have no inference.parallel={inference.parallel}: {why}: set "
+            "inference.parallel=data"
+        )
+    if inference.parallel == "pipeline" and shape.layers < degree:
+        raise ValueError(
+            f"{shape.layers} layers cannot fill inference.degree = {degree} stages: lower it to {shape.layers} or less"
+        )
+    kv_heads = [("key/value heads", heads) for heads in (shape.kv_heads, *shape.some_kv_heads)]
+    for what, size in (("attention heads", shape.heads), *kv_heads):
+        if inference.parallel == "tensor" and size % degree:
+            raise ValueError(
+                f"{size} {what} cannot be shared by inference.degree = {degree} ranks: choose a degree that divides "
+                f"{size}, or inference.parallel=pipeline"
+            )

@@ -1,4 +1,4 @@
-"""Why a run takes the hosts that it takes, in sentences with what the others would make."""
+"""What is assumed of hosts, and why a run takes those that it takes, with what the others would make."""
 
 from __future__ import annotations
 
@@ -6,10 +6,30 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from training.planner.chosen_layout import ChosenLayout
+from training.planner.hypothetical_hosts import HYPOTHETICAL, NETWORK_SHARE
 from training.planner.price.pricing import TIED
-from training.records.inventory import Host
+from training.records.inventory import Host, Inventory
 
 MAX_NAMED = 4  # idle hosts
+
+
+def assumptions(inventory: Inventory) -> list[str]:
+    """Sentences for the plan's reasons on what it assumes of hypothetical hosts; none for real hosts."""
+    hosts = [host for host in inventory.hosts if HYPOTHETICAL in host.versions]
+    if not hosts:
+        return []
+    gpus = sorted({host.versions[HYPOTHETICAL] for host in hosts})
+    found = [
+        f"hypothetical hosts: nothing was measured. Rates of matrix products are those that others measured "
+        f"({'; '.join(gpus)}), links the share of the datasheet's that NCCL usually reaches"
+    ]
+    if len(inventory.hosts) > 1:
+        rates = sorted({f"{host.network_gb_per_s / NETWORK_SHARE * 8:.0f}" for host in hosts}, key=float)
+        found.append(
+            f"network: {' and '.join(rates)} Gbit/s per host, shared by its GPUs (8x400Gb would be eight adapters of "
+            "400 Gbit/s)"
+        )
+    return found
 
 
 def why_without(taken: ChosenLayout, everything: Sequence[Host], refusal: ValueError | None) -> tuple[str, ...]:

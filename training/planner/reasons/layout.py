@@ -10,12 +10,14 @@ from typing import Any
 
 from training.config.run import RunConfig
 from training.planner.cluster import MEMORY_SHARE
+from training.planner.corrections import LEAST, MOST, describe_kind
 from training.planner.job import Layout, Mesh
 from training.planner.price.memory import GIB
 from training.planner.price.pricing import PricedLayout, Ranking, best_by_kind
 from training.planner.price.replicas import RankPrices, Replica
 from training.planner.question import Question
 from training.planner.reasons.refusals import why_ranks
+from training.records.words import counted
 
 
 def why_chosen(question: Question, ranking: Ranking, by_rank: RankPrices, why_groups: str) -> tuple[str, ...]:
@@ -29,7 +31,7 @@ def why_chosen(question: Question, ranking: Ranking, by_rank: RankPrices, why_gr
     why = _why_best(config, ranking)
     if precision.is_mixed and config.parallel.strategy == "auto":
         why = f"devices of unlike precision sum whole gradients; {why}"
-    why_prices = question.corrections.reason(config, layout)
+    why_prices = _why_prices(question, layout)
     return (
         f"precision {precision}: {precision.why}",
         f"ranks {layout.world_size}: {ranks}",
@@ -38,6 +40,25 @@ def why_chosen(question: Question, ranking: Ranking, by_rank: RankPrices, why_gr
         *filter(None, (why_groups, why_prices)),
         *_why_rest(config, ranking),
     )
+
+
+def _why_prices(question: Question, layout: Layout) -> str:
+    """Return a sentence on the runs that correct the prices; empty if none does."""
+    corrections, kind = question.corrections, describe_kind(question.config, layout)
+    used = corrections.of(question.config, layout)
+    if not used.runs:
+        return ""
+    runs = f"{counted(len(used.runs), 'run')} on this machine ({', '.join(used.runs)})"
+    by, did_run = f"what {runs} measured", kind in corrections.by_kind
+    if not did_run:
+        by = f"the median of the layouts that ran, as {kind} did not: {runs}"
+    said = [f"computing {_times(used.computing)} as long", f"communication {_times(used.communication)}"]
+    said += [f"memory {_times(used.memory)}"] if did_run else []
+    return f"predictions: corrected by {by}: {', '.join(said)}"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2f} x" + (" (the bound)" if factor in {LEAST, MOST} else "")
 
 
 def _why_best(config: RunConfig, ranking: Ranking) -> str:
@@ -216,6 +237,23 @@ def why_shares(
         return why
     as_long = sum(by_rank.step(layout, [(kind, equal) for kind in kinds]).values()) / best.step_s
     return f"{why}; with equal shares ({layout.accumulation} x {equal} each) a step would take {as_long:.2f}x as long"
+
+
+def may_rebalance(
+    config: RunConfig, layout: Layout, sizes: tuple[int, ...], limits: tuple[int, ...]
+) -> tuple[bool, str]:
+    """Whether shares, and stages of given sizes, may change during training, and why or why not."""
+    asked = config.parallel.rebalance
+    if any(len(set(stages)) > 1 for stages in layout.stages) and asked != "off":
+        return True, "shares and stages follow the steps' measured times during training"
+    if len(sizes) == 1 or asked == "off" or (asked == "auto" and len(set(sizes)) == 1):
+        return False, ""
+    if sum(limits) == sum(sizes):
+        return False, (
+            f"shares do not change during training: every replica's memory is full at {sizes[0]} "
+            f"sequences; set train.micro_batch={max(1, sizes[0] // 2)} to leave room for changes"
+        )
+    return True, "shares follow the steps' measured times during training (parallel.rebalance)"
 
 
 def _describe_replicas(by_rank: RankPrices, layout: Layout) -> str:

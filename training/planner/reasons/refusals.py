@@ -5,11 +5,12 @@ What the search tries is what is not refused here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from training.config.parallel import ParallelConfig, Stages
+from training.config.parallel import ParallelConfig
 from training.config.run import RunConfig
 from training.facts.families import Ability, why_not
+from training.facts.strategies import offloads
 from training.planner.job import Layout, Mesh
 from training.planner.precision import fp8_refusal
 from training.planner.price.pricing import KEEPS_RESIDUALS
@@ -24,7 +25,29 @@ LEFT_OUT = (
 
 
 def mesh_refusal(question: Question, mesh: Mesh) -> str | None:
-    return _ranks_refusal(question, mesh) or _division_refusal(question, mesh) or _batch_refusal(question, mesh)
+    counted_refusal = _stages_refusal if mesh.stages else _ranks_refusal
+    refusals = (counted_refusal, _division_refusal, _batch_refusal, _offload_refusal)
+    refusal = next(filter(None, (each(question, mesh) for each in refusals)), None)
+    asked = f"parallel.stages = {[list(sizes) for sizes in mesh.stages]}: " if mesh.stages else ""
+    return refusal and asked + refusal
+
+
+def _stages_refusal(question: Question, mesh: Mesh) -> str | None:
+    """Stages of given sizes: their layers, and devices that their ranks need."""
+    stages, num_ranks, available = mesh.stages, question.num_ranks(mesh), question.inventory.num_devices
+    if mesh.pp == 1:
+        return (
+            f"these are {len(stages)} replicas of one stage each: set parallel.stages=even parallel.strategy=ddp "
+            f"parallel.pp=1 parallel.ranks={len(stages)}"
+        )
+    if any(sum(sizes) != question.shape.layers for sizes in stages):
+        return f"each replica's stages must have the {question.shape.layers} layers of the model together"
+    if num_ranks > available:
+        return (
+            f"these are {num_ranks} ranks with tp = {mesh.tp}, but there are {available} devices: use fewer stages or "
+            "more devices"
+        )
+    return None
 
 
 def _ranks_refusal(question: Question, mesh: Mesh) -> str | None:
@@ -68,7 +91,7 @@ def _division_refusal(question: Question, mesh: Mesh) -> str | None:
     parallel, shape = question.config.parallel, question.shape
     tp, stages = mesh.tp, mesh.pp * mesh.stages_per_rank
     if refusal := split_refusal(shape, tp=tp, pp=mesh.pp, cp=mesh.cp):
-        return refusal
+        return refusal + ", and parallel.stages=even" * bool(mesh.stages)
     if parallel.sequence_parallel == "on" and tp > 1 and (why := why_not(shape, "sp")):
         kind = shape.architecture
         return f"models of type {kind} have no sequence parallelism: {why}: set parallel.sequence_parallel=off"
@@ -94,7 +117,7 @@ def _division_refusal(question: Question, mesh: Mesh) -> str | None:
 def _batch_refusal(question: Question, mesh: Mesh) -> str | None:
     """Micro-batches that the global batch is made of; None if one size of them is possible."""
     config, shares = question.config, question.config.parallel.shares
-    dp = question.num_ranks(mesh) // mesh.model_ranks
+    dp = question.dp(mesh)
     batch, asked = config.train.global_batch, config.train.micro_batch
     if not isinstance(shares, str) and (len(shares) != dp or batch % sum(shares)):
         return (
@@ -102,13 +125,26 @@ def _batch_refusal(question: Question, mesh: Mesh) -> str | None:
             f"{dp} data-parallel replicas, and train.global_batch = {batch} must be a multiple of the shares: change "
             "one of them, or set parallel.shares=auto"
         )
-    if not (sizes := question.micro_batches(dp)):
+    if not (sizes := question.micro_batches(mesh)) and not asked:
+        return f"train.global_batch = {batch} has no equal parts for {dp} replicas: make it a multiple of {dp}"
+    if not sizes:
         return (
             f"{batch // dp} sequences per data-parallel rank (train.global_batch = {batch} / {dp}) "
             f"are not a multiple of train.micro_batch = {asked}: change one of them, or set train.micro_batch=0"
         )
     refusals = [accumulation_refusal(config, accumulation, mesh, dp=dp) for _, accumulation in sizes]
     return None if None in refusals else refusals[0]
+
+
+def _offload_refusal(question: Question, mesh: Mesh) -> str | None:
+    asked, optimizer = question.config.parallel.offload, question.config.train.optimizer
+    there = offloads(mesh.strategy, tp=mesh.tp, pp=mesh.pp) if optimizer != "muon" else ()
+    if asked in ("auto", "none", *there):
+        return None
+    return (
+        f"parallel.offload={asked} is not there for {mesh.strategy} with tp = {mesh.tp}, pp = {mesh.pp} and "
+        f"train.optimizer={optimizer}: set parallel.offload=none, or leave strategy, tp, pp and stages to the plan"
+    )
 
 
 def accumulation_refusal(config: RunConfig, accumulation: int, mesh: Mesh, *, dp: int) -> str | None:
@@ -132,51 +168,6 @@ def accumulation_refusal(config: RunConfig, accumulation: int, mesh: Mesh, *, dp
             "raise train.global_batch or lower train.micro_batch"
         )
     return None
-
-
-# Stages of given sizes
-
-
-def accumulations(config: RunConfig, stages: Stages) -> Iterator[int]:
-    """Yield the possible numbers of micro-batches in a step of replicas whose shares may be unequal."""
-    batch, size, shares = config.train.global_batch, config.train.micro_batch, config.parallel.shares
-    dp, mesh = len(stages), Mesh("ddp", tp=1, pp=max(map(len, stages)))
-    for number in range(1, batch // dp + 1):
-        together = batch // number
-        is_asked = not size or batch == number * dp * size
-        if not isinstance(shares, str):
-            is_asked = len(shares) == dp and sum(shares) == together
-        elif shares == "equal":
-            is_asked = is_asked and together % dp == 0
-        if batch % number == 0 and is_asked and accumulation_refusal(config, number, mesh, dp=dp) is None:
-            yield number
-
-
-def check_stages(question: Question) -> None:
-    """Raise ValueError, with the numbers and the cure, for parallel.stages that cannot be."""
-    parallel, stages, shape = question.config.parallel, question.config.parallel.stages, question.shape
-    assert not isinstance(stages, str)
-    asked = f"parallel.stages = {[list(sizes) for sizes in stages]}"
-    longest, tp = max(map(len, stages)), parallel.tp or 1
-    if longest == 1:
-        raise ValueError(
-            f"{asked} are {len(stages)} replicas of one stage each: set parallel.stages=even parallel.strategy=ddp "
-            f"parallel.pp=1 parallel.ranks={len(stages)}"
-        )
-    if any(sum(sizes) != shape.layers for sizes in stages):
-        raise ValueError(f"{asked}: each replica's stages must have the {shape.layers} layers of the model together")
-    if refusal := split_refusal(shape, tp=tp, pp=longest):
-        raise ValueError(f"{asked}: {refusal}, and parallel.stages=even")
-    if (num_ranks := tp * sum(map(len, stages))) > question.inventory.num_devices:
-        raise ValueError(
-            f"{asked} are {num_ranks} ranks with tp = {tp}, but there are {question.inventory.num_devices} "
-            "devices: use fewer stages or more devices"
-        )
-    if not any(accumulations(question.config, stages)):
-        raise ValueError(
-            f"{asked}: train.global_batch = {question.config.train.global_batch} makes no {longest} or "
-            "more micro-batches a step for them: change train.global_batch, train.micro_batch or parallel.shares"
-        )
 
 
 # The number of ranks

@@ -13,15 +13,15 @@ from training.facts.families import why_not
 from training.planner.chosen_layout import ChosenLayout
 from training.planner.cluster import MEMORY_SHARE
 from training.planner.gpu_catalog import slow_devices
-from training.planner.hypothetical_hosts import assumptions
-from training.planner.precision import FP8_MULTIPLE
+from training.planner.precision import FP8_MULTIPLE, ChosenPrecision
 from training.planner.price.pricing import copy_s, host_copies_gib
 from training.planner.question import Question
+from training.planner.reasons.hosts import assumptions
 from training.planner.run_length import RunLength
 from training.records.inventory import Host
 from training.records.plan import ModelShape, Prediction
 from training.records.token_shards import TokenShards
-from training.records.words import counted
+from training.records.words import counted, format_duration
 
 FURTHER_WORDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # multi-token prediction
 SHARED_MEMORY = "/dev/shm"
@@ -179,6 +179,26 @@ def compile_refusal(question: Question) -> str:
                 "there (`shardline image build` makes a new image), or set train.compile=true to compile anyway"
             )
     return ""
+
+
+def why_compiled(is_on: bool, *, saved_s: float, eager_s: float, compiling_s: float) -> str:
+    """Say why layers are compiled, or are not. `eager_s`: of the training without."""
+    costs = f"about {format_duration(compiling_s)} to begin with"
+    if not is_on:
+        saved = f"{format_duration(max(0.0, saved_s))} of {format_duration(eager_s)}"
+        return f"compile off: it would save {saved} of training, and takes {costs}"
+    return (
+        f"compile on: a step is predicted to take {saved_s / eager_s:.1%} less time, {format_duration(saved_s)} in "
+        f"all, for {costs}; all hosts have what it needs"
+    )
+
+
+def why_precision(asked: ChosenPrecision, other: ChosenPrecision, as_long: float, *, is_taken: bool) -> str:
+    """Say what a step takes in the precision that is not taken. `as_long`: in `other` over that in `asked`."""
+    if is_taken:
+        return f"precision: with {asked} on all devices a step would take {1 / as_long:.2f}x as long"
+    why = f"precision: with {other}{' on all devices' * asked.is_mixed} a step would take {as_long:.2f}x as long"
+    return why + ", which is less than the prediction can tell apart" * (as_long < 1 and not asked.is_mixed)
 
 
 # Copies in memory
