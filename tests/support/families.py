@@ -6,7 +6,8 @@ Each type is built tiny, in training mode, and its loss and every gradient are c
 forward and cross-entropy: as stages of a pipeline (unequal and interleaved, in one process), on two tp ranks, with
 both, with both under fsdp on four ranks, with sequence and context parallelism, with several documents in a sequence,
 and compiled. It prints a table and, as its last line, one JSON object. `--write`: write their rows of
-training/facts/families.json, from which plans refuse what failed; by default what the file admits is compared with what was found.
+training/facts/families.json, from which plans refuse what failed; by default what the file admits is compared with
+what was found.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from training.strategies.tensor import shard_matrices
 LAYERS, VOCAB, ROWS, CONTEXT, WINDOW, POSITIONS = 4, 256, 2, 16, 5, 128
 TOLERANCE = 2e-4  # of a gradient's largest number: fp32 sums are taken in another order
 SMALLEST = 1e-6  # … and of this share of the largest of all: a key's bias has no effect, its gradient is rounding
-TIMEOUT_S = 60
+TIMEOUT_S, COMPILED_IN_S = 60, 300
 MOST_PARAMETERS = 100_000_000
 ALL, PAIR = range(4), range(2)
 CHECKS = {  # the ranks of each check: those that need one rank run beside each other
@@ -559,9 +560,7 @@ def examined(model_type: str, mesh: DeviceMesh) -> dict[str, str]:
 def _of_all_ranks(found: dict[str, str]) -> dict[str, str]:
     every = [found] * dist.get_world_size()
     dist.all_gather_object(every, found)
-    return {
-        check: why for one in reversed(every) for check, why in one.items()
-    }  # the first rank's words count
+    return {check: why for one in reversed(every) for check, why in one.items()}  # the first rank's words count
 
 
 def _words(error: Exception) -> str:
@@ -574,8 +573,10 @@ def _rank(rank: int, port: int, types: list[str], write: bool) -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "4"}
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=COMPILED_IN_S))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    for axis in ("fsdp", "tp"):
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), mesh[axis].get_group())
     found: dict[str, dict[str, str]] = {}
     for model_type in types:
         start = time.monotonic()
