@@ -102,7 +102,8 @@ def test_the_pages_count_types_as_the_table_does() -> None:
         f"types that transformers {release} has a tp plan for",
         "Of the {types} types",
         "for, {equal_pp} are equal as stages of a pipeline, {equal_tp} under tp, {equal_pp_tp} under both, "
-        "{equal_documents} with documents and under cp, {equal_sp} with sequence parallelism; {refused} are refused",
+        "{equal_fsdp_tp_pp} under fsdp, tp and pp together, {equal_documents} with documents and under cp, "
+        "{equal_sp} with sequence parallelism; {refused} are refused",
         f"among them, {sum(can(name, 'pp') for name in types.keys() - planned)} more have stages",
         f"({compiled};",
     ):
