@@ -381,7 +381,8 @@ class Admission:
         stages = tuple(f"{name}." for name in (self.family.layers, *self.family.before, *self.family.after))
         if outside := [name for name, _ in self.whole.hf.named_parameters() if not name.startswith(stages)]:
             return f"its {outside[0]} belongs to no stage"
-        return differs(*in_stages(self.whole, lambda model: None)[:2], self.wanted)
+        loss, grads, _ = in_stages(self.whole, lambda model: None)
+        return differs(loss, grads, self.wanted)
 
     def tp(self) -> str | None:
         return self._tp()
