@@ -4,9 +4,10 @@
 
 Each type is built tiny, in training mode, and its loss and every gradient are compared with those of the class's own
 forward and cross-entropy: as stages of a pipeline (unequal and interleaved, in one process), on two tp ranks, with
-both, with sequence and context parallelism, with several documents in a sequence, and compiled. It prints a table and,
-as its last line, one JSON object. `--write`: write their rows of training/facts/families.json, from which plans refuse
-what failed; by default what the file admits is compared with what was found.
+both, with both under fsdp on four ranks, with sequence and context parallelism, with several documents in a sequence,
+and compiled. It prints a table and, as its last line, one JSON object. `--write`: write their rows of
+training/facts/families.json, from which plans refuse what failed; by default what the file admits is compared with
+what was found.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -49,14 +51,23 @@ from training.models.init_weights import FreshWeights
 from training.models.language_model import LanguageModel
 from training.models.state import state_of
 from training.strategies.activation_checkpointing import compile_layers
-from training.strategies.pipeline import keep_stages
+from training.strategies.pipeline import Stage, keep_stages
 from training.strategies.tensor import shard_matrices
 
 LAYERS, VOCAB, ROWS, CONTEXT, WINDOW, POSITIONS = 4, 256, 2, 16, 5, 128
 TOLERANCE = 2e-4  # of a gradient's largest number: fp32 sums are taken in another order
 SMALLEST = 1e-6  # … and of this share of the largest of all: a key's bias has no effect, its gradient is rounding
-TIMEOUT_S = 60
+TIMEOUT_S, COMPILED_IN_S = 60, 300
 MOST_PARAMETERS = 100_000_000
+ALL, PAIR = range(4), range(2)
+CHECKS = {  # the ranks of each check: those that need one rank run beside each other
+    **dict.fromkeys(("alone", "documents"), ALL),
+    **dict.fromkeys(("pp", "tp", "pp_tp", "sp", "cp"), PAIR),
+    **dict.fromkeys(("fresh", "cached"), range(2, 3)),
+    "compile": range(3, 4),
+    "fsdp_tp_pp": ALL,
+}
+NEEDED = {"pp_tp": ("pp", "tp"), "sp": ("tp",), "fsdp_tp_pp": ("pp", "tp", "pp_tp")}
 ABILITIES: tuple[Ability, ...] = get_args(Ability)
 UNLIKE = (  # a dozen that have little in common, for CI
     "llama",
@@ -301,26 +312,43 @@ def grads_of(model: LanguageModel) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.hf.named_parameters() if p.grad is not None}
 
 
-def in_stages(whole: Whole, prepare: Callable[[LanguageModel], None], inputs: tuple[Any, ...] = (None, None)) -> Any:
-    """Return loss, gradients and cuts of three stages on two ranks: the first rank has the first and the last."""
+def in_stages(
+    whole: Whole, prepare: Callable[[LanguageModel], None], rows: slice = slice(ROWS), fsdp: DeviceMesh | None = None
+) -> Any:
+    """Return loss, gradients and cuts of three stages on two ranks: the first rank has the first and the last.
+
+    Under fsdp they are of these rows, and gradients of all ranks' rows.
+    """
     models = [whole.model(), whole.model()]
     numbers = {0: range(1), 1: range(1, LAYERS - 1), 2: range(LAYERS - 1, LAYERS)}
-    for model, stages in zip(models, ((0, 2), (1,)), strict=True):
+    stages: dict[int, Stage] = {}
+    for model, own in zip(models, ((0, 2), (1,)), strict=True):
         prepare(model)
-        keep_stages(model, {stage: numbers[stage] for stage in stages}, last=2)
-    sent, received = [], list[Tensor]()
-    hidden: Any = None
-    for stage, model in enumerate((models[0], models[1], models[0])):
-        hidden = model.hidden(whole.ids, *inputs, stage=stage, received=hidden)
-        if stage < 2:
+        keep_stages(model, {stage: numbers[stage] for stage in own}, last=2)
+        stages |= {stage: Stage(model, stage, last=stage == 2, dtype=torch.float32) for stage in own}
+    for stage in stages.values() if fsdp else ():
+        stage.shard(mesh=fsdp)
+    ids, sent, received = whole.ids[rows], list[Tensor](), list[Tensor]()
+    hidden = ids
+    for number in range(3):
+        hidden = stages[number](hidden, ids)
+        if number < 2:
             sent.append(hidden)
             hidden = hidden.detach().requires_grad_()
             received.append(hidden)
-    loss = models[0].loss_from(hidden, whole.targets)
-    loss.backward()
+    loss = models[0].loss_from(hidden, whole.targets[rows])
+    (loss * (fsdp.size() if fsdp else 1)).backward()  # fsdp takes the mean over ranks
     for out, back in zip(reversed(sent), reversed(received), strict=True):
         out.backward(back.grad)
-    return loss, grads_of(models[1]) | grads_of(models[0]), models[0].cuts | models[1].cuts
+    grads = {name: whole_of(grad) for model in reversed(models) for name, grad in grads_of(model).items()}
+    if whole.tied and fsdp:  # each stage has its own copy of the matrix
+        family = models[0].known_family()
+        grads[f"{family.embedding}.weight"] += grads[f"{family.head}.weight"]
+    return loss.detach(), grads, models[0].cuts | models[1].cuts
+
+
+def whole_of(grad: Tensor) -> Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def sum_partial(model: LanguageModel, group: Any, *, all_whole: bool = False) -> dict[str, Tensor]:
@@ -335,7 +363,7 @@ class Admission:
     """The checks, each a method that returns why a type fails, or None."""
 
     def __init__(self, model_type: str, mesh: DeviceMesh) -> None:
-        self.type, self.mesh, self.group = model_type, mesh, mesh.get_group()
+        self.type, self.fsdp, self.mesh, self.group = model_type, mesh["fsdp"], mesh["tp"], mesh["tp"].get_group()
         self.whole = Whole(model_type)
         self.wanted = self.whole.loss, self.whole.grads
         self.family = self.whole.model().family
@@ -353,7 +381,8 @@ class Admission:
         stages = tuple(f"{name}." for name in (self.family.layers, *self.family.before, *self.family.after))
         if outside := [name for name, _ in self.whole.hf.named_parameters() if not name.startswith(stages)]:
             return f"its {outside[0]} belongs to no stage"
-        return differs(*in_stages(self.whole, lambda model: None)[:2], self.wanted)
+        loss, grads, _ = in_stages(self.whole, lambda model: None)
+        return differs(loss, grads, self.wanted)
 
     def tp(self) -> str | None:
         return self._tp()
@@ -373,13 +402,22 @@ class Admission:
         return differs(loss, grads, self.wanted, model.cuts, self.mesh)
 
     def pp_tp(self) -> str | None:
+        return self._pp_tp()
+
+    def fsdp_tp_pp(self) -> str | None:
+        row = self.fsdp.get_local_rank()
+        return self._pp_tp(slice(row, row + 1), self.fsdp)
+
+    def _pp_tp(self, rows: slice = slice(ROWS), fsdp: DeviceMesh | None = None) -> str | None:
         names: set[str] = set()
 
         def prepare(model: LanguageModel) -> None:
             shard_matrices(model, self.mesh)
             names.update(model.partial)
 
-        loss, grads, cuts = in_stages(self.whole, prepare)
+        loss, grads, cuts = in_stages(self.whole, prepare, rows, fsdp)
+        if fsdp:
+            dist.all_reduce(loss, group=fsdp.get_group())
         for name in sorted(names & grads.keys()):
             dist.all_reduce(grads[name], group=self.group)
         return differs(loss, grads, self.wanted, cuts, self.mesh)
@@ -496,25 +534,34 @@ def _nan_memory() -> Iterator[None]:
 
 
 def examined(model_type: str, mesh: DeviceMesh) -> dict[str, str]:
-    """Return why a type fails, by check; both ranks call this, and fail together."""
+    """Return why a type fails, by check. All ranks call this; ranks that share a check fail together."""
     try:
         admission = Admission(model_type, mesh)
     except Exception as error:
         return {"alone": f"it cannot be built tiny ({_words(error)})"}
     found: dict[str, str] = {}
-    for check in ("alone", "documents", "pp", "tp", "pp_tp", "sp", "cp", "fresh", "cached", "compile"):
-        if "alone" in found or (check in {"pp_tp", "sp"} and "tp" in found) or (check == "pp_tp" and "pp" in found):
+    for check, ranks in CHECKS.items():
+        if check == "fsdp_tp_pp":
+            found = _of_all_ranks(found)
+        if dist.get_rank() not in ranks or "alone" in found or any(needed in found for needed in NEEDED.get(check, ())):
             continue
         try:
             why = getattr(admission, check)()
         except Exception as error:
             why = _words(error)
         failed = torch.tensor([float(why is not None)])
-        dist.all_reduce(failed)
+        if len(ranks) > 1:
+            dist.all_reduce(failed, group=admission.group if ranks == PAIR else None)
         if failed:
             admission.whole.own_attention &= check != "documents"
             found[check] = why or "it fails on another rank"
     return found
+
+
+def _of_all_ranks(found: dict[str, str]) -> dict[str, str]:
+    every = [found] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    return {check: why for one in reversed(every) for check, why in one.items()}  # the first rank's words count
 
 
 def _words(error: Exception) -> str:
@@ -526,9 +573,11 @@ def _rank(rank: int, port: int, types: list[str], write: bool) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "4"}
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=COMPILED_IN_S))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    for axis in ("fsdp", "tp"):
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), mesh[axis].get_group())
     found: dict[str, dict[str, str]] = {}
     for model_type in types:
         start = time.monotonic()
@@ -619,6 +668,7 @@ def counted(types: Iterable[str], may: Callable[[str, Ability], bool]) -> dict[s
         "equal_pp": equal("pp"),
         "equal_tp": equal("tp"),
         "equal_pp_tp": equal("pp", "tp", "pp_tp"),
+        "equal_fsdp_tp_pp": equal("pp", "tp", "pp_tp", "fsdp_tp_pp"),
         "equal_sp": equal("sp"),
         "equal_cp": equal("cp"),
         "equal_documents": equal("documents"),
@@ -631,7 +681,8 @@ def main() -> None:
     parser.add_argument("types", nargs="*", help="types of models; by default all that transformers has")
     parser.add_argument("--write", action="store_true", help="write the table that plans read")
     given = parser.parse_args()
-    torch.multiprocessing.spawn(_rank, (free_port(), given.types or all_types(), given.write), nprocs=2)
+    arguments = free_port(), given.types or all_types(), given.write
+    torch.multiprocessing.start_processes(_rank, arguments, nprocs=len(ALL), start_method="fork")  # imports are done
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from training.models.language_model import LanguageModel
 from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
 
 STEPS = 6
+SPLIT_BOTH_WAYS = {"parallel__pp": 2, "parallel__tp": 2}
 
 
 def admitted(*types: str) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def admitted(*types: str) -> dict[str, Any]:
 def test_a_dozen_unlike_types_are_equal_as_the_table_says() -> None:
     found = admitted(*UNLIKE)
     assert found["equal_pp"] == found["equal_tp"] == found["equal_pp_tp"] == found["types"] >= 9
+    assert found["equal_fsdp_tp_pp"] == found["types"]
 
 
 @pytest.mark.long
@@ -53,7 +55,7 @@ def test_nearly_every_type_that_has_a_plan_is_equal() -> None:
     found = admitted()
     assert found["equal_pp"] >= 0.92 * found["types"]
     assert found["equal_tp"] >= 0.92 * found["types"]
-    assert found["equal_pp_tp"] >= 0.87 * found["types"]
+    assert found["equal_fsdp_tp_pp"] >= 0.87 * found["types"]
 
 
 def test_what_is_right_with_pp_and_with_tp_but_not_with_both_is_refused_together(
@@ -76,6 +78,17 @@ def test_what_is_right_with_pp_and_with_tp_but_not_with_both_is_refused_together
             make_run("refused", ranks=4, **config | {"parallel__tp": 2} | asked)
 
 
+def test_what_is_wrong_only_under_fsdp_is_refused_only_there(
+    folder: Callable[[str], Path], make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(families._table()["types"], "qwen3", refusals({"fsdp_tp_pp": "its loss is 2.0 instead of 1.0"}))
+    config = settings("qwen3", folder("qwen3")) | SPLIT_BOTH_WAYS
+    make_run("replicas", ranks=8, **config, parallel__strategy="auto")
+    words = "parallel.tp = 2 with parallel.strategy = fsdp: its admission test failed for fsdp_tp_pp"
+    with pytest.raises(ValueError, match=words):
+        make_run("refused", ranks=8, **config, parallel__strategy="fsdp")
+
+
 def test_the_pages_count_types_as_the_table_does() -> None:
     table = json.loads(families.TABLE.read_text())
     types, release = table["types"], table["transformers"].rpartition(".")[0]
@@ -89,7 +102,8 @@ def test_the_pages_count_types_as_the_table_does() -> None:
         f"types that transformers {release} has a tp plan for",
         "Of the {types} types",
         "for, {equal_pp} are equal as stages of a pipeline, {equal_tp} under tp, {equal_pp_tp} under both, "
-        "{equal_documents} with documents and under cp, {equal_sp} with sequence parallelism; {refused} are refused",
+        "{equal_fsdp_tp_pp} under fsdp, tp and pp together, {equal_documents} with documents and under cp, "
+        "{equal_sp} with sequence parallelism; {refused} are refused",
         f"among them, {sum(can(name, 'pp') for name in types.keys() - planned)} more have stages",
         f"({compiled};",
     ):
@@ -156,6 +170,9 @@ def alone(folder: Callable[[str], Path], make_run: Callable[..., Path]) -> Calla
         pytest.param("gemma2", "cp", "stream", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "fsdp", "uneven", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "zero3", "stream", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", "hsdp 4", "stream", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", "zero2", "stream", marks=pytest.mark.slow),
+        pytest.param("qwen3", "local-sgd", "stream", marks=pytest.mark.slow),
         pytest.param("granite", "unequal pp", "stream", marks=pytest.mark.slow),
         pytest.param("qwen3", "sp", "stream", marks=pytest.mark.slow),
         pytest.param("cohere2", "dp x tp", "uneven", marks=pytest.mark.long),

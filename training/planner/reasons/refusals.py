@@ -69,7 +69,7 @@ def _ranks_refusal(question: Question, mesh: Mesh) -> str | None:
     return None
 
 
-def split_refusal(shape: ModelShape, *, tp: int, pp: int, cp: int = 1) -> str | None:
+def split_refusal(shape: ModelShape, *, tp: int, pp: int, cp: int = 1, strategy: str = "") -> str | None:
     """Return why models of this type cannot be split like this; None if the admission test found them right."""
     asked: dict[Ability, dict[str, int]] = {
         "tp": {"tp": tp},
@@ -77,9 +77,12 @@ def split_refusal(shape: ModelShape, *, tp: int, pp: int, cp: int = 1) -> str | 
         "cp": {"cp": cp},
         "pp_tp": {"pp": pp, "tp": tp},
     }
+    if strategy == "fsdp":
+        asked["fsdp_tp_pp"] = asked["pp_tp"]
     for ability, ranks in asked.items():
         if min(ranks.values()) > 1 and (why := why_not(shape, ability)):
             axes = " and ".join(f"parallel.{axis} = {number}" for axis, number in ranks.items())
+            axes += " with parallel.strategy = fsdp" if ability == "fsdp_tp_pp" else ""
             cure = " or ".join(f"parallel.{axis}=1" for axis in ranks)
             cure += " and use ddp, fsdp, zero1, zero2 or zero3" if len(ranks) == 1 else ""
             return f"models of type {shape.architecture} cannot be split by {axes}: {why}: set {cure}"
@@ -90,7 +93,7 @@ def _division_refusal(question: Question, mesh: Mesh) -> str | None:
     """The model's matrices and layers, which tensor and pipeline parallelism divide."""
     parallel, shape = question.config.parallel, question.shape
     tp, stages = mesh.tp, mesh.pp * mesh.stages_per_rank
-    if refusal := split_refusal(shape, tp=tp, pp=mesh.pp, cp=mesh.cp):
+    if refusal := split_refusal(shape, tp=tp, pp=mesh.pp, cp=mesh.cp, strategy=mesh.strategy):
         return refusal + ", and parallel.stages=even" * bool(mesh.stages)
     if parallel.sequence_parallel == "on" and tp > 1 and (why := why_not(shape, "sp")):
         kind = shape.architecture
