@@ -12,12 +12,12 @@ from training.planner.chosen_layout import BatchSplit, ChosenLayout, as_recorded
 from training.planner.corrections import describe_kind, exposed_s
 from training.planner.job import Layout
 from training.planner.model_shape import flops_per_token
-from training.planner.precision import ChosenPrecision, fp8_refusal, with_whole_gradients
+from training.planner.precision import ChosenPrecision, with_whole_gradients
 from training.planner.price.pricing import LISTED, DoesNotFit, PricedLayout, Ranking, best_by_kind
 from training.planner.price.replicas import RankPrices, Replica
 from training.planner.question import Question
 from training.planner.reasons.layout import may_rebalance, too_few, why_chosen, why_not_any, why_shares
-from training.planner.reasons.refusals import check_communication, choose_groups
+from training.planner.reasons.refusals import check_communication, choose_groups, fp8_refusal
 from training.planner.search import rank_layouts
 from training.records.plan import DeviceShare, RankedLayout
 

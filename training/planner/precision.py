@@ -16,7 +16,6 @@ from training.config.parallel import ParallelConfig, Precision
 from training.config.run import RunConfig
 from training.facts.strategies import having
 from training.records.inventory import Device, Inventory
-from training.records.plan import ModelShape
 
 WHOLE = having("mixes_precisions")[0]  # which strategy devices of unlike precision get
 FP8_CAPABILITY = (8, 9)
@@ -174,28 +173,6 @@ def _check_fp8(inventory: Inventory) -> str:
             "Hopper or later): leave that device out, or use auto"
         )
     return "asked for by parallel.precision: the layers' products in fp8, the rest in bf16"
-
-
-def fp8_refusal(shape: ModelShape, *, tp: int) -> str | None:
-    """Return why torch._scaled_mm cannot compute the model's matrix products in fp8; None if it can."""
-    sizes = {
-        "width / tp": shape.width / tp,
-        "width of keys / tp": shape.head_dim * shape.kv_heads / tp,
-        "MLP width / tp": shape.mlp_width / tp,
-        "train.context": shape.context,
-    }
-    if odd := {what: size for what, size in sizes.items() if size % FP8_MULTIPLE}:
-        words = ", ".join(f"{what} = {size:g}" for what, size in odd.items())
-        return (
-            f"parallel.precision=fp8 multiplies matrices whose sizes are multiples of {FP8_MULTIPLE}, not {words}: "
-            "change them, or set parallel.precision=bf16"
-        )
-    if not shape.sizes.fp8_share:
-        return (
-            f"parallel.precision=fp8 multiplies in linear layers whose sizes are multiples of {FP8_MULTIPLE}, and the "
-            f"layers of this {shape.architecture} have none: set parallel.precision=bf16"
-        )
-    return None
 
 
 def capability(device: Device) -> tuple[int, int]:

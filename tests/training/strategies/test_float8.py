@@ -19,7 +19,7 @@ from tests.support.ranks import losses, run_ranks
 from training.models.family import layers_of
 from training.models.sizes import count_model
 from training.planner.plan import make_plan
-from training.planner.precision import fp8_refusal
+from training.planner.reasons.refusals import fp8_refusal
 from training.records.inventory import Device, Host, Inventory
 from training.records.plan import RunPlan
 from training.strategies.float8 import linear, use_float8, use_torchao

@@ -12,7 +12,7 @@ from training.config.run import RunConfig
 from training.facts.families import Ability, why_not
 from training.facts.strategies import offloads
 from training.planner.job import Layout, Mesh
-from training.planner.precision import fp8_refusal
+from training.planner.precision import FP8_MULTIPLE
 from training.planner.price.pricing import KEEPS_RESIDUALS
 from training.planner.question import Question
 from training.records.plan import ModelShape
@@ -115,6 +115,28 @@ def _division_refusal(question: Question, mesh: Mesh) -> str | None:
             "lower parallel.pp or parallel.pp_stages_per_rank"
         )
     return fp8_refusal(shape, tp=tp) if question.precision.common == "fp8" else None
+
+
+def fp8_refusal(shape: ModelShape, *, tp: int) -> str | None:
+    """Return why torch._scaled_mm cannot compute the model's matrix products in fp8; None if it can."""
+    sizes = {
+        "width / tp": shape.width / tp,
+        "width of keys / tp": shape.head_dim * shape.kv_heads / tp,
+        "MLP width / tp": shape.mlp_width / tp,
+        "train.context": shape.context,
+    }
+    if odd := {what: size for what, size in sizes.items() if size % FP8_MULTIPLE}:
+        words = ", ".join(f"{what} = {size:g}" for what, size in odd.items())
+        return (
+            f"parallel.precision=fp8 multiplies matrices whose sizes are multiples of {FP8_MULTIPLE}, not {words}: "
+            "change them, or set parallel.precision=bf16"
+        )
+    if not shape.sizes.fp8_share:
+        return (
+            f"parallel.precision=fp8 multiplies in linear layers whose sizes are multiples of {FP8_MULTIPLE}, and the "
+            f"layers of this {shape.architecture} have none: set parallel.precision=bf16"
+        )
+    return None
 
 
 def _batch_refusal(question: Question, mesh: Mesh) -> str | None:
