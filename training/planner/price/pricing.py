@@ -115,9 +115,9 @@ class Ranking:
 def best_first(fitting: Sequence[PricedLayout]) -> tuple[PricedLayout, ...]:
     """Orders layouts by predicted time, except that the best comes first.
 
-    The best is, of those within TIED of the fastest, the one that needs the least memory; of those that need as much,
-    to 0.1 GiB, the one with the fewest kinds of communication. The fastest is that of the layouts which take less
-    than TIGHT of what is usable, if it is CLOSE to the fastest of all: of those that take more, more run out
+    The best is, of those within TIED of the fastest, the one with the most memory to spare; of those with as much, to
+    0.1 GiB of what they need, the one with the fewest kinds of communication. The fastest is that of the layouts which
+    take less than TIGHT of what is usable, if it is CLOSE to the fastest of all: of those that take more, more run out
     (docs/plan-choice.md).
     """
     if not fitting:
@@ -126,7 +126,7 @@ def best_first(fitting: Sequence[PricedLayout]) -> tuple[PricedLayout, ...]:
     roomy = [each for each in by_time if each.needed_gib <= TIGHT * each.usable_gib]
     found = roomy if roomy and roomy[0].step_s <= CLOSE * by_time[0].step_s else by_time
     tied = [each for each in found if each.step_s <= TIED * found[0].step_s]
-    best = min(tied, key=lambda each: (round(each.needed_gib, 1), each.layout.num_kinds_of_communication))
+    best = min(tied, key=lambda it: (round(it.needed_gib, 1) - it.usable_gib, it.layout.num_kinds_of_communication))
     return (best, *(each for each in by_time if each is not best))
 
 
