@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,8 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """A test marked `long` is `slow` as well, so that it needs one mark only; a slow test may take minutes."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> Iterator[None]:
+    """A test marked `long` is `slow` as well, so that it needs one mark only; a slow test may take minutes.
+
+    Of the tests that `-m` leaves, the first file that needs an exported run comes first: otherwise two workers come to
+    such files together, and one waits until the other has made the run.
+    """
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
@@ -50,8 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         for hosts in ("rig", "slurm"):  # each is there once: one of pytest-xdist's workers has all its tests
             if item.get_closest_marker(hosts):
                 item.add_marker(pytest.mark.xdist_group(hosts))
+    yield
     first = next((item.path for item in items if "exported_runs" in item.fixturenames), None)
-    items.sort(key=lambda item: item.path != first)  # else two workers come to it together, and one waits for the other
+    items.sort(key=lambda item: item.path != first)
 
 
 def pytest_collection_finish() -> None:
