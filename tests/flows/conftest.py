@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tasks.workspace.processes import end_process, free_port
 from tests.support.local_servers import LocalServers, wait_for
+from tests.support.ranks import losses, run_ranks
 from tests.support.user_folder import UserFolder
+from training.records.plan import RunPlan
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +42,22 @@ def user_of_prefect(tmp_path_factory: pytest.TempPathFactory, begun_home: Path) 
         yield user_folder
     finally:
         end_process(server, grace_s=10)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], dict[int, float]]:
+    """undisturbed(run_dir) -> the losses of that plan on ranks that nobody stops; a module's runs have the same."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+
+    def train(run_dir: Path) -> dict[int, float]:
+        plan_path = folder / "plan.json"
+        if not plan_path.exists():
+            shutil.copy(run_dir / "plan.json", plan_path)
+            run_ranks(plan_path)
+        one, other = (RunPlan.read(path) for path in (plan_path, run_dir / "plan.json"))
+        own = {"run_id": other.run_id, "mlflow_run_id": other.mlflow_run_id}
+        assert one.model_copy(update=own) == other, "nothing of the plan hangs on how a run was stopped"
+        assert not list(run_dir.glob("plan-*.json")), "nor did a resume replace it"
+        return losses(plan_path)
+
+    return train

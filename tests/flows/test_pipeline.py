@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import sqlite3
 from collections.abc import Callable
@@ -16,9 +15,8 @@ from typing import Any
 import pytest
 
 from tasks.workspace.processes import local_process
-from tests.support.ranks import losses, run_ranks
+from tests.support.ranks import losses
 from tests.support.user_folder import DEADLINE_S, UserFolder, wait_for_step
-from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.train_result import TrainResult, train_failure
 
@@ -149,25 +147,6 @@ def test_reproduce_finds_the_same_losses_to_the_bit(first: dict[str, Any], user_
 
 
 LONG = ("train.steps=200", "train.log_every_steps=1", "checkpoint.every_steps=25", "evaluation.every_steps=0")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], dict[int, float]]:
-    """undisturbed(run_dir) -> the losses of that run's plan on ranks that nobody stops; all LONG runs have the same."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-
-    def train(run_dir: Path) -> dict[int, float]:
-        plan_path = folder / "plan.json"
-        if not plan_path.exists():
-            shutil.copy(run_dir / "plan.json", plan_path)
-            run_ranks(plan_path)
-        one, other = (RunPlan.read(path) for path in (plan_path, run_dir / "plan.json"))
-        own = {"run_id": other.run_id, "mlflow_run_id": other.mlflow_run_id}
-        assert one.model_copy(update=own) == other, "nothing of the plan hangs on how a run was stopped"
-        assert not list(run_dir.glob("plan-*.json")), "nor did a resume replace it"
-        return losses(plan_path)
-
-    return train
 
 
 @pytest.mark.parametrize(

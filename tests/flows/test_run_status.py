@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,25 +14,17 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-
-@pytest.fixture(scope="module")
-def undisturbed(servers: LocalServers) -> dict[int, float]:
-    """Losses of such a run that nothing happens to."""
-    observed = ObservedRun.submitted(servers)
-    assert servers.wait(observed.flow_run_id)["state_type"] == "COMPLETED"
-    assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
-    observed.check_the_rest()
-    return observed.losses
+Undisturbed = Callable[[Path], dict[int, float]]
 
 
-def resumed(observed: ObservedRun, undisturbed: dict[int, float]) -> None:
+def resumed(observed: ObservedRun, undisturbed: Undisturbed) -> None:
     """`shardline resume` ends it, in the same MLflow run, with the losses of a run that nothing happened to."""
     outcome = json.loads(observed.servers.user_folder.run("resume", observed.folder.name, "--json")[0])
     assert outcome["mlflow_run_id"] == observed.mlflow_run_id
     observed.flow_run_id = observed.mlflow.data.tags["prefect.flow_run_id"]
     assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
-    assert observed.losses == undisturbed
-    assert max(undisturbed) == STEPS
+    assert observed.losses == undisturbed(observed.folder)
+    assert max(observed.losses) == STEPS
     observed.check_the_rest()
 
 
@@ -41,18 +35,19 @@ def reconciled(servers: LocalServers) -> str:
     return str(run["id"])
 
 
-def test_a_killed_rank_is_replaced_and_the_run_goes_on(servers: LocalServers, undisturbed: dict[int, float]) -> None:
+def test_a_killed_rank_is_replaced_and_the_run_goes_on(servers: LocalServers, undisturbed: Undisturbed) -> None:
     observed = ObservedRun.submitted(servers)
     observed.wait_for_step(MIDDLE)
     kill(observed.ranks()[1])
     assert servers.wait(observed.flow_run_id)["state_type"] == "COMPLETED"
     assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
-    assert observed.losses == undisturbed
+    assert observed.losses == undisturbed(observed.folder)
     observed.check_the_rest()
 
 
+@pytest.mark.long  # tests/failures has the cause
 def test_a_killed_rank_without_another_attempt_fails_the_run_and_is_named(
-    servers: LocalServers, undisturbed: dict[int, float]
+    servers: LocalServers, undisturbed: Undisturbed
 ) -> None:
     observed = ObservedRun.submitted(servers, "launch.attempts=1")
     observed.wait_for_step(MIDDLE)
@@ -67,7 +62,7 @@ def test_a_killed_rank_without_another_attempt_fails_the_run_and_is_named(
 
 
 def test_after_a_kill_of_the_flow_its_ranks_leave_and_both_are_told(
-    servers: LocalServers, undisturbed: dict[int, float]
+    servers: LocalServers, undisturbed: Undisturbed
 ) -> None:
     observed = ObservedRun.submitted(servers)
     observed.wait_for_step(MIDDLE)
@@ -82,7 +77,7 @@ def test_after_a_kill_of_the_flow_its_ranks_leave_and_both_are_told(
 
 
 def test_a_run_goes_on_without_its_worker_and_a_mended_one_takes_the_next(
-    servers: LocalServers, undisturbed: dict[int, float]
+    servers: LocalServers, undisturbed: Undisturbed
 ) -> None:
     observed = ObservedRun.submitted(servers)
     observed.wait_for_step(MIDDLE)
@@ -94,12 +89,12 @@ def test_a_run_goes_on_without_its_worker_and_a_mended_one_takes_the_next(
     assert servers.wait(queued)["state_type"] == "FAILED"
     servers.wait(observed.flow_run_id)
     assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
-    assert observed.losses == undisturbed
+    assert observed.losses == undisturbed(observed.folder)
     observed.check_the_rest()
 
 
 def test_after_a_power_cut_all_is_told_once_it_is_up_again_and_goes_on(
-    servers: LocalServers, undisturbed: dict[int, float]
+    servers: LocalServers, undisturbed: Undisturbed
 ) -> None:
     observed = ObservedRun.submitted(servers)
     observed.wait_for_step(MIDDLE)
