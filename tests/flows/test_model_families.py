@@ -44,7 +44,8 @@ def pretrain(user_folder: UserFolder, model: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("family", ["gemma4", pytest.param("deepseek-v3", marks=pytest.mark.long)])
+@pytest.mark.long  # the story below has the served loss, tests/training/checkpoint/test_model_state.py the buffers
+@pytest.mark.parametrize("family", ["gemma4", "deepseek-v3"])
 def test_the_served_model_has_the_loss_of_the_trained_one(family: str, user_folder: UserFolder) -> None:
     model = save_family(user_folder.folder / family, family, vocab_size=VOCAB)
     out, _ = user_folder.run(*pretrain(user_folder, model), f"name={family}", "--json")

@@ -17,7 +17,7 @@ DATA = Path(os.environ.get("SHARDLINE_TEST_DATA", REPO.parent / "shared" / "data
 NANOGPT_CPU_LOSS = 1.88  # nanoGPT's README, "I only have a macbook": its 20-batch estimate after 2000 steps
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not DATA.is_dir(), reason=f"no texts in {DATA}: set SHARDLINE_TEST_DATA to a folder with them"),
 ]
