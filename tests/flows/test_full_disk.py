@@ -15,7 +15,7 @@ from tests.support.observed_run import MIDDLE, SETTINGS, ObservedRun
 from tests.support.user_folder import UserFolder, wait_for_step
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system"),
 ]

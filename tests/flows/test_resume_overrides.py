@@ -17,7 +17,7 @@ from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
 from training.tracking.stop_rules import elapsed_s
 
-pytestmark = pytest.mark.slow  # whole pipelines beside those of tests/flows/test_pipeline.py
+pytestmark = pytest.mark.long  # whole pipelines beside those of tests/flows/test_pipeline.py
 
 SHORT = ("train.steps=20", "train.schedule=constant", "evaluation.every_steps=10", "train.log_every_steps=1")
 

@@ -12,7 +12,7 @@ from tests.support.local_servers import LocalServers
 from tests.support.observed_run import MIDDLE, STEPS, ObservedRun, kill
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 Undisturbed = Callable[[Path], dict[int, float]]
 
@@ -45,7 +45,6 @@ def test_a_killed_rank_is_replaced_and_the_run_goes_on(servers: LocalServers, un
     observed.check_the_rest()
 
 
-@pytest.mark.long  # tests/failures has the cause
 def test_a_killed_rank_without_another_attempt_fails_the_run_and_is_named(
     servers: LocalServers, undisturbed: Undisturbed
 ) -> None:

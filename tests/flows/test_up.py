@@ -34,7 +34,7 @@ def test_a_taken_port_is_named_with_who_has_it_before_anything_starts(tmp_path: 
     assert "nothing ran" in user_folder.run("down")[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_servers_are_used_where_the_environment_names_them(
     servers: LocalServers, tmp_path: Path, measured_hardware: Path
@@ -107,7 +107,7 @@ def test_the_password_is_in_one_file_and_in_the_homes_profile_of_prefect(servers
     assert "Pretrain/quickstart" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_servers_and_worker_serve_every_command_are_mended_and_go(servers: LocalServers) -> None:
     user_folder, found = servers.user_folder, servers.start()
