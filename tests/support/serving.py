@@ -48,7 +48,8 @@ def server(
         assert " at http://" in line, line + process.stdout.read()
         tried = process.stdout.readline()
         assert tried.startswith("try: curl http://")
-        assert f'"prompt": "{SAMPLES[1].prompt}"' in tried, "a request with words of the held-out text"
+        if ref.startswith("tiny@"):
+            assert f'"prompt": "{SAMPLES[1].prompt}"' in tried, "a request with words of the held-out text"
         with httpx.Client(base_url=line.split(" at ")[1].strip(), timeout=60) as client:
             yield client, process
     finally:
