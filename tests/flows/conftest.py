@@ -15,7 +15,6 @@ from tasks.workspace.processes import end_process, free_port
 from tests.support.local_servers import LocalServers, wait_for
 from tests.support.ranks import losses, run_ranks
 from tests.support.user_folder import UserFolder
-from training.records.plan import RunPlan
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +53,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], di
         if not plan_path.exists():
             shutil.copy(run_dir / "plan.json", plan_path)
             run_ranks(plan_path)
-        one, other = (RunPlan.read(path) for path in (plan_path, run_dir / "plan.json"))
-        own = {"run_id": other.run_id, "mlflow_run_id": other.mlflow_run_id}
-        assert one.model_copy(update=own) == other, "nothing of the plan hangs on how a run was stopped"
-        assert not list(run_dir.glob("plan-*.json")), "nor did a resume replace it"
+        assert not list(run_dir.glob("plan-*.json")), "no resume replaced the plan"
         return losses(plan_path)
 
     return train
