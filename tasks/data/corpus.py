@@ -47,6 +47,7 @@ from tasks.data.tokenizer import (
     save_tokenizer,
     special_tokens,
     text_encoding,
+    written_by_template,
 )
 from tasks.display.progress import TextProgress, text_progress
 from tasks.planning.pretrained import same_vocabulary
@@ -80,13 +81,17 @@ NO_STORE = StoreConfig()
 
 @dataclass(frozen=True)
 class _Shared:
-    """All corpora of one call share these: the tokenizer that is given, if any, its rule, and where shards are kept."""
+    """All corpora of one call share these: the tokenizer that is given, if any, its rule, and where shards are kept.
+
+    `written`: the tokens that the rule takes for special and the tokenizer's chat template writes.
+    """
 
     tokens_home: Path
     store: StoreConfig
     pretrained: PreTrainedTokenizerFast | None
     specials: Specials
     encoding: TextEncoding
+    written: tuple[str, ...]
 
     @functools.cached_property
     def pretrained_hash(self) -> str:
@@ -146,11 +151,15 @@ def prepare_corpus(
     pretrained = load_pretrained(data.tokenizer)
     specials = special_tokens(pretrained, masked=objective == "masked")
     encoding = text_encoding(data.tokenizer, pretrained, specials, continued=continued)
+    written = encoding.special_tokens if encoding.rule == "template" else ()
+    if encoding.rule == "all" and pretrained is not None:
+        with contextlib.suppress(ValueError):  # a template that cannot be read, which this rule does not need
+            written = written_by_template(pretrained)
     joins = pretrained is not None and needs_context(pretrained.backend_tokenizer.to_str())
     with contextlib.ExitStack() as stack:
         report = progress or stack.enter_context(text_progress())
         found = functools.partial(_found, report=report, engine=engine or LocalProcesses(data.processes), joins=joins)
-        shared = _Shared(tokens_home.absolute(), store, pretrained, specials, encoding)
+        shared = _Shared(tokens_home.absolute(), store, pretrained, specials, encoding, written)
         if not data.sources:
             folder, shards = _prepare_one(found(data), shared)
         else:
@@ -200,38 +209,49 @@ def _prepare_one(corpus: Corpus, shared: _Shared) -> tuple[Path, TokenShards]:
 
 
 def _with_rule(corpus: Corpus, shared: _Shared) -> Corpus:
-    """Return the corpus with whether its text holds special tokens, which is looked for once, unless shards tell it.
+    """Return the corpus with the special tokens on which its tokens depend, and so the address of its shards.
 
-    The address of shards depends on the rule for special tokens only if it does.
+    They are those that the rule takes for special, if the text holds one; by the rule `all` only the chat template's,
+    if the text holds no others.
     """
-    if corpus.holds_special is not None:
+    if corpus.special is not None:
         return corpus
-    yes, no = replace(corpus, holds_special=True), replace(corpus, holds_special=False)
-    if not shared.encoding.special_tokens:
-        return no
+    taken, written = shared.encoding.special_tokens, shared.written
+    for special, tokens in ((taken, tuple(each for each in taken if each not in written)), (written, written)):
+        if tokens and _holds(corpus, shared, special, tokens):
+            return replace(corpus, special=special)
+    return replace(corpus, special=())
 
-    def address(corpus: Corpus) -> Path:
-        return shared.place(_fingerprint(corpus, shared))[0]
 
-    folders = {address(replace(answer, draws=draws)): answer for draws in (False, True) for answer in (yes, no)}
+def _holds(corpus: Corpus, shared: _Shared, special: tuple[str, ...], tokens: tuple[str, ...]) -> bool:
+    """Return whether the text holds one of the tokens, which is looked for once, unless shards tell it.
 
-    def told_by(manifest_of: Callable[[Path], TokenShards | None]) -> Corpus | None:
-        for folder, answer in folders.items():
-            made = manifest_of(folder)
-            if made and (answer is yes or (made.text_encoding and not made.special_as_tokens + made.special_as_text)):
-                return answer
-        return None
+    `special`: on which the address of shards depends if it does.
+    """
 
-    if told := told_by(_manifest_here):
+    def folders(special: tuple[str, ...]) -> list[Path]:
+        both = (replace(corpus, special=special, draws=draws) for draws in (False, True))
+        return [shared.place(_fingerprint(each, shared))[0] for each in both]
+
+    those = folders(special)
+    others = [folder for fewer in {(), shared.written} - {special} for folder in folders(fewer)]
+
+    def told_by(manifest_of: Callable[[Path], TokenShards | None]) -> bool | None:
+        if any(map(manifest_of, those)):
+            return True
+        made = filter(None, map(manifest_of, others))
+        return False if any(each.text_encoding and not each.special_as_text for each in made) else None
+
+    kept = those[0].parent / FOUND / those[0].name
+    if (told := told_by(_manifest_here)) is not None:
         return told
-    kept = address(yes).parent / FOUND / address(yes).name
     if kept.exists():
-        return yes if kept.read_text(encoding="utf-8") == "yes" else no
-    if told := told_by(functools.partial(_on_store, shared.store)):
+        return kept.read_text(encoding="utf-8") == "yes"
+    if (told := told_by(functools.partial(_on_store, shared.store))) is not None:
         return told
-    holds = _holds_special(corpus, shared)
+    holds = _search(corpus, shared, tokens)
     write_atomically(kept, "yes" if holds else "no")
-    return yes if holds else no
+    return holds
 
 
 def _manifest_here(folder: Path) -> TokenShards | None:
@@ -240,10 +260,10 @@ def _manifest_here(folder: Path) -> TokenShards | None:
     return None
 
 
-def _holds_special(corpus: Corpus, shared: _Shared) -> bool:
-    """Return whether the text holds a token that the rule takes for special; reads it as far as the first one."""
+def _search(corpus: Corpus, shared: _Shared, tokens: tuple[str, ...]) -> bool:
+    """Return whether the text holds one of the tokens; reads it as far as the first one."""
     corpus.check_contents()
-    work = FindWork(corpus.data, shared.tokens_home, shared.encoding.special_tokens)
+    work = FindWork(corpus.data, shared.tokens_home, tokens)
     sizes = {chunk.index: chunk.num_bytes for chunk in corpus.chunks}
     done_bytes = 0
     searched = run_chunks(corpus.engine, "find special tokens", find_tokens, work, corpus.chunks)
@@ -464,8 +484,8 @@ class Corpus:
     returns the chunks, cut once for all copies of this corpus.
     `earlier`: corpora whose documents are left out of this one. `survey_folder`: for the lists of each chunk's
     documents, if they are needed. `draws`: a BPE is trained on text from all over it, because it has more text than
-    data.tokenizer.sample_mib. `holds_special`: whether the text holds a token that the rule takes for special; None:
-    not known. `joins`: the tokens of a long document are those of the whole, for tokenizers that begin each text with
+    data.tokenizer.sample_mib. `special`: the special tokens on which the tokens depend (_with_rule); None: not
+    known. `joins`: the tokens of a long document are those of the whole, for tokenizers that begin each text with
     a space.
     """
 
@@ -479,7 +499,7 @@ class Corpus:
     earlier: tuple[Corpus, ...] = ()
     survey_folder: Path | None = None
     draws: bool = False
-    holds_special: bool | None = None
+    special: tuple[str, ...] | None = None
     joins: bool = False
 
     def surveyed_in(self, folder: Path) -> Corpus:
@@ -620,8 +640,8 @@ def _fingerprint(corpus: Corpus, shared: _Shared, made: _Format = TODAY) -> str:
     }
     if corpus.draws and data.tokenizer.kind == "bpe":
         identity["sample"] = made.sample
-    if corpus.holds_special:
-        identity["special_tokens"] = shared.encoding.special_tokens
+    if corpus.special:
+        identity["special_tokens"] = corpus.special
     if shared.encoding.bos:
         identity["bos"] = shared.encoding.bos
     if corpus.joins and (corpus.total_bytes is None or corpus.total_bytes > LONGEST_PIECE):

@@ -106,14 +106,25 @@ def text_encoding(
             special_tokens=own if rule == "all" else (),
             bos=(specials.end,) if config.bos == "yes" else (),
         )
-    special = special_tokens_of(pretrained.backend_tokenizer)
+    special: tuple[str, ...] = ()
+    if rule == "template":
+        special = written_by_template(pretrained)
+    elif rule == "all":
+        special = special_tokens_of(pretrained.backend_tokenizer)
+    return TextEncoding(rule=rule, special_tokens=special, bos=_bos(config, pretrained, continued=continued))
+
+
+def written_by_template(pretrained: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    """Return the special tokens that the tokenizer's chat template writes; none if it has no template.
+
+    Raises ValueError for a template that cannot be read.
+    """
     template = pretrained.chat_template
     source = str((template.get("default") if isinstance(template, dict) else template) or "")
-    if rule == "none" or (rule == "template" and not source):
-        special = ()
-    elif rule == "template":
-        special = ChatTemplate(source, pretrained.special_tokens_map).written(special)
-    return TextEncoding(rule=rule, special_tokens=special, bos=_bos(config, pretrained, continued=continued))
+    if not source:
+        return ()
+    special = special_tokens_of(pretrained.backend_tokenizer)
+    return ChatTemplate(source, pretrained.special_tokens_map).written(special)
 
 
 def _bos(config: TokenizerConfig, pretrained: PreTrainedTokenizerFast, *, continued: bool) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from tasks.data.corpus import prepare_corpus
 from tasks.data.estimate import estimate_text
 from tasks.data.survey import FindWork, find_tokens
 from tests.support.tiny_corpus import write_json_lines
-from tests.support.tokenizer_cases import CHATML, TURNS, chatml, llama
+from tests.support.tokenizer_cases import TURNS, chatml, llama
 from training.config.data import DataConfig
 from training.config.run import RunConfig
 from training.records.token_shards import TokenShards
@@ -102,9 +102,15 @@ def test_the_address_changes_only_where_the_rule_changes_tokens(tmp_path: Path) 
     assert len({address(words, None, rule) for rule in RULES}) == 1
     assert address(chats, without, "template") == address(chats, without, "none")
     of_chats = {rule: address(chats, with_template, rule) for rule in RULES}
-    assert len({*of_chats.values()}) == 3, "each takes other strings for special"
-    writes_all = chatml(tmp_path / "writes all", template="<|endoftext|>" + CHATML)
-    assert address(chats, writes_all, "template") == address(chats, writes_all, "all") != of_chats["none"]
+    assert of_chats["all"] == of_chats["template"] != of_chats["none"], "there are the template's markers only"
+    for order in (RULES, RULES[::-1]):  # whichever makes shards first
+        more = write_json_lines(tmp_path / f"{order[0]} first.jsonl", [*TURNS, "a<|endoftext|>b"])
+        assert len({address(more, with_template, rule) for rule in order}) == 3, "each takes other strings for special"
+        same = write_json_lines(tmp_path / f"the same {order[0]}.jsonl", [*TURNS, f"{order[0]} was first"])
+        made = {rule: address(same, with_template, rule) for rule in order}
+        assert made["all"] == made["template"] != made["none"]
+    broken = chatml(tmp_path / "broken", template="{{")
+    assert address(chats, broken, "all") not in of_chats.values(), "its template is not needed"
 
 
 def test_the_addresses_of_today_stay(tmp_path: Path) -> None:
