@@ -98,12 +98,12 @@ def _keys(column: str) -> set[str]:
 
 
 def _spellings(key: str) -> re.Pattern[bytes]:
-    r"""Return a pattern that finds a key as JSON may write it: any of its characters may be an escape, `\u0074`."""
+    r"""Return a pattern that finds a key as JSON may write it: any of its characters may be an escape, `\u0074`, `\/`."""
 
     def spelled(character: str) -> str:
         plain, code = json.dumps(character, ensure_ascii=False)[1:-1], character.encode("utf-16-be").hex()
         escape = "".join(rf"\\u(?i:{code[at : at + 4]})" for at in range(0, len(code), 4))
-        return f"(?:{re.escape(plain)}|{escape})"
+        return f"(?:{re.escape(plain)}|{escape})" if character != "/" else rf"(?:\\?/|{escape})"
 
     return re.compile(f'"{"".join(map(spelled, key))}"'.encode())
 
@@ -182,7 +182,8 @@ def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> It
         row: object = MISSING
         with contextlib.suppress(orjson.JSONDecodeError):  # it refuses NaN and halves of surrogate pairs, beside faults
             twice = any(
-                raw.count(key) > 1 or (b"\\u" in raw and len(spelled.findall(raw)) > 1) for key, spelled in keys
+                raw.count(key) > 1 or ((b"\\u" in raw or b"\\/" in raw) and len(spelled.findall(raw)) > 1)
+                for key, spelled in keys
             )
             row = MISSING if twice else orjson.loads(raw)  # it takes the last of two
         if row is not MISSING:

@@ -136,6 +136,8 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     again = accents.read_text() + '{"nÉt😀": "a", "n\\u00c9t\\uD83D\\ude00": "b"}\n'
     assert sorted(all_documents(prepare(tmp_path, accents, column="nÉt😀")[0])) == sorted(STORIES)
     assert "(the key 'nÉt😀' is there twice" in refusal(tmp_path, write(accents, again), column="nÉt😀")
+    slashed = json_lines(STORIES).replace('"text"', '"a/b"') + '{"a/b": "a", "a\\/b": "b"}\n'
+    assert "(the key 'a/b' is there twice" in refusal(tmp_path, write(tmp_path / "h.jsonl", slashed), column="a/b")
     dotted = write(tmp_path / "d.jsonl", json_lines(STORIES).replace("text", "a.b") + '{"a.b": "a", "a.b": "b"}\n')
     assert "d.jsonl:41: not valid JSON (the key 'a.b' is there twice" in refusal(tmp_path, dotted, column="a.b")
     told = [f'{{"content": {{"text": {json.dumps(story)}}}, "text": 1, "text": 2}}' for story in STORIES]
