@@ -98,7 +98,7 @@ def _keys(column: str) -> set[str]:
 
 
 def _spellings(key: str) -> re.Pattern[bytes]:
-    r"""Return a pattern that finds a key as JSON may write it: any of its characters may be an escape, `\u0074`, `\/`."""
+    r"""Return a pattern that finds a key as JSON may write it: any character may be an escape, `\u0074` or `\/`."""
 
     def spelled(character: str) -> str:
         plain, code = json.dumps(character, ensure_ascii=False)[1:-1], character.encode("utf-16-be").hex()
