@@ -213,7 +213,7 @@ class ParallelConfig(Section):
         if self.offload not in ("auto", *possible) and not anyhow:
             raise ValueError(
                 f"parallel.offload={self.offload} is not there for parallel.strategy={self.strategy} with "
-                f"parallel.tp = {self.tp} and pp = {self.pp}: it can have {', '.join(possible)}"
+                f"parallel.tp = {self.tp} and pp = {self.pp}: set it to {' or '.join(('auto', *possible))}"
             )
         self._check_shards()
         if not isinstance(self.precision, str):

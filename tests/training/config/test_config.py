@@ -60,7 +60,7 @@ COMBINATIONS = [
     ({"parallel__strategy": "hsdp", "parallel__pp": 2}, "pp = 2 runs with parallel.strategy=ddp, fsdp, zero1, not"),
     (
         {"parallel__strategy": "fsdp", "parallel__pp": 2, "parallel__offload": "parameters"},
-        "offload=parameters is not there for parallel.strategy=fsdp with parallel.tp = 0 and pp = 2: it can have none",
+        "offload=parameters is not there for parallel.strategy=fsdp with .* and pp = 2: set it to auto or none",
     ),
     (
         {"parallel__strategy": "fsdp", "parallel__stages": ((4,), (2, 2))},
@@ -69,11 +69,11 @@ COMBINATIONS = [
     ({"parallel__pp_stages_per_rank": 2}, "pp_stages_per_rank = 2 needs a pipeline: set parallel.pp above 1"),
     (
         {"parallel__strategy": "ddp", "parallel__offload": "optimizer"},
-        "offload=optimizer is not there for parallel.strategy=ddp with parallel.tp = 0 and pp = 0: it can have none",
+        "offload=optimizer is not there for parallel.strategy=ddp with .* and pp = 0: set it to auto or none",
     ),
     (
         {"parallel__strategy": "zero2", "parallel__offload": "parameters"},
-        "offload=parameters is not there for parallel.strategy=zero2 with .*: it can have none, optimizer",
+        "offload=parameters is not there for parallel.strategy=zero2 with .*: set it to auto or none or optimizer",
     ),
     (
         {"parallel__strategy": "ddp", "parallel__cp": 2, "parallel__pp": 2},
