@@ -17,6 +17,7 @@ import pytest
 
 from tasks.data import engine
 from tasks.planning import pretrained
+from tests.support.forked import SERVER, run_program
 from tests.support.made_once import made_once
 from tests.support.measured_hardware import measure
 from tests.support.tiny_run import exported_tiny_run
@@ -61,16 +62,18 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> Iterator[None
 
 
 def pytest_collection_finish() -> None:
-    """Have the process that forks tokenization's workers import what ranks of tests need, too.
+    """Have the process that forks tokenization's workers import what ranks, commands and servers of tests need, too.
 
-    It is one process for both. Whoever starts it decides what it imports, and each rank would import torch itself. The
+    It is one process for all. Whoever starts it decides what it imports, and each rank would import torch itself. The
     programs that count a model's parameters and compare its weights start there as well: 5 s of a core each.
     """
-    if ranks := sys.modules.get("tests.support.ranks"):
-        engine.PRELOADED.append("tests.support.rank_imports")
+    if "tests.support.ranks" in sys.modules:
+        imported = ["tests.support.command_imports", "tests.support.rank_imports"]
+        engine.PRELOADED.extend(imported)
+        SERVER.set_forkserver_preload(imported)
         forkserver.ensure_running()
         for module in (host_check, pretrained):
-            warm = SimpleNamespace(run=ranks.run_program, TimeoutExpired=subprocess.TimeoutExpired)
+            warm = SimpleNamespace(run=run_program, TimeoutExpired=subprocess.TimeoutExpired)
             module.subprocess = warm  # type: ignore[attr-defined]
 
 

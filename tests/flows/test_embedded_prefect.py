@@ -14,12 +14,12 @@ import pytest
 
 from tasks.runs.owner import owner_record
 from tasks.workspace.processes import local_process
-from tests.support.user_folder import UserFolder, wait_for_step
+from tests.support.user_folder import AS_FILES, UserFolder, wait_for_step
 
 pytestmark = pytest.mark.slow
 
 SAYS_SO = "the embedded Prefect server ended (signal 9): this command goes on without it"
-SMALL = ("parallel.strategy=single", "train.log_every_steps=1", "export.latency_seconds=0", "evaluation.every_steps=0")
+SMALL = (*AS_FILES, "parallel.strategy=single", "train.log_every_steps=1", "evaluation.every_steps=0")
 WITHIN_S = 240.0  # for training and all stages after it; each call of Prefect's own clients would try for 62 s
 LONG = 4000  # steps, so that training goes on at the kill
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.user_folder import UserFolder
+from tests.support.user_folder import AS_FILES, UserFolder
 
 pytestmark = pytest.mark.timeout(1800)
 
-TINY = ("train.steps=10", "parallel.strategy=single", "export.latency_seconds=0", "evaluation.every_steps=0")
+TINY = (*AS_FILES, "train.steps=10", "parallel.strategy=single", "evaluation.every_steps=0")
 
 
 def at_once(folder: Path, hardware: Path, *, reconciles: int) -> None:

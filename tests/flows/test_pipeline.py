@@ -16,7 +16,7 @@ import pytest
 
 from tasks.workspace.processes import local_process
 from tests.support.ranks import losses
-from tests.support.user_folder import DEADLINE_S, UserFolder, wait_for_step
+from tests.support.user_folder import AS_FILES, DEADLINE_S, UserFolder, wait_for_step
 from training.records.record import sha256_file
 from training.records.train_result import TrainResult, train_failure
 
@@ -146,7 +146,10 @@ def test_reproduce_finds_the_same_losses_to_the_bit(first: dict[str, Any], user_
     assert agreement["agrees"] is True
 
 
-LONG = ("train.steps=200", "train.log_every_steps=1", "checkpoint.every_steps=25", "evaluation.every_steps=0")
+LONG = (
+    *("name=long", *AS_FILES),
+    *("train.steps=200", "train.log_every_steps=1", "checkpoint.every_steps=25", "evaluation.every_steps=0"),
+)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tasks.runs.owner import owner_record
 from tasks.workspace.processes import local_process
 from tests.support.local_servers import LocalServers
 from tests.support.ranks import losses
+from tests.support.user_folder import AS_FILES
 from tests.support.waiting import until
 from training.records.train_result import TrainResult
 from training.tracking.mlflow_sender import NOT_METRICS, OF_THE_MODEL
@@ -24,11 +25,11 @@ from training.tracking.rows import read_rows
 
 STEPS = 200
 SETTINGS = (
+    *AS_FILES,
     f"train.steps={STEPS}",
     "train.log_every_steps=1",
     "checkpoint.every_steps=25",
     "evaluation.every_steps=0",
-    "export.latency_seconds=0",
     "parallel.ranks=2",
 )
 MIDDLE = 40  # a step with a checkpoint behind it and most of the run before it

@@ -7,13 +7,10 @@ the pipeline pay that, the many here need not. Environment, process group and pr
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -21,14 +18,14 @@ from pathlib import Path
 from tasks.workspace.processes import free_port
 from tests.support import nccl_like
 from tests.support.device import rank_environment
+from tests.support.forked import SERVER
 from tests.support.waiting import until
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 from training.tracking.rows import METRICS, read_rows
 
 BACKEND = "SHARDLINE_TEST_BACKEND"  # nccl_like: the ranks' groups are those of tests/support/nccl_like.py
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.support.rank_imports"])
+SERVER.set_forkserver_preload(["tests.support.rank_imports"])
 
 
 def _run_rank(program: str, plan_path: Path, environment: dict[str, str], log_path: Path) -> None:
@@ -40,32 +37,6 @@ def _run_rank(program: str, plan_path: Path, environment: dict[str, str], log_pa
     os.dup2(log, 2)
     sys.argv = [program, str(plan_path)]
     importlib.import_module(program).main(plan_path)
-
-
-def run_program(
-    program: Sequence[str], *, env: Mapping[str, str] = os.environ, timeout: float | None = None, **_: bool
-) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run with captured output; [python, "-m", MODULE, ARGUMENT…] is forked from the ranks' server."""
-    if program[1] != "-m":
-        return subprocess.run(program, env=env, timeout=timeout, capture_output=True, text=True)
-    _, _, module, *arguments = program
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        process = _SERVER.Process(target=_run_program, args=(module, arguments, dict(env), out, err))
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            raise subprocess.TimeoutExpired(program, timeout or 0)
-        return subprocess.CompletedProcess(program, process.exitcode or 0, out.read_text(), err.read_text())
-
-
-def _run_program(module: str, arguments: Sequence[str], environment: dict[str, str], out: Path, err: Path) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    sys.exit(importlib.import_module(module).main(Path(arguments[0]), *arguments[1:]))
 
 
 class Ranks:
@@ -87,7 +58,7 @@ class Ranks:
             place |= {"SHARDLINE_HOST": hosts[rank]} if hosts else {}
             place[BACKEND] = os.environ.get(BACKEND, "")
             environment = world | place | rank_environment()
-            process = _SERVER.Process(target=_run_rank, args=(program, plan_path, environment, self.log_path))
+            process = SERVER.Process(target=_run_rank, args=(program, plan_path, environment, self.log_path))
             process.start()
             self.processes.append(process)
 
