@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.support.observed_run import MIDDLE, SETTINGS, ObservedRun
 from tests.support.user_folder import UserFolder, wait_for_step
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system"),
 ]
@@ -24,11 +25,12 @@ MIB = 2**20
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[UserFolder]:
+def small(tmp_path: Path, measured_hardware: Path) -> Iterator[UserFolder]:
     """A SHARDLINE_HOME of 64 MiB."""
     user_folder = UserFolder(tmp_path)
     user_folder.home.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(user_folder.home)], check=True)
+    shutil.copy(measured_hardware, user_folder.home)
     try:
         yield user_folder
     finally:

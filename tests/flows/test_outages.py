@@ -13,7 +13,7 @@ from tests.support.user_folder import UserFolder
 from tests.support.waiting import until
 from training.tracking.rows import read_rows
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LONG_STEPS = 2000
 LONG = (f"train.steps={LONG_STEPS}", "train.log_every_steps=5", "checkpoint.every_steps=500")

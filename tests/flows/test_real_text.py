@@ -17,7 +17,7 @@ DATA = Path(os.environ.get("SHARDLINE_TEST_DATA", REPO.parent / "shared" / "data
 NANOGPT_CPU_LOSS = 1.88  # nanoGPT's README, "I only have a macbook": its 20-batch estimate after 2000 steps
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not DATA.is_dir(), reason=f"no texts in {DATA}: set SHARDLINE_TEST_DATA to a folder with them"),
 ]
@@ -42,6 +42,7 @@ def test_shakespeare_reaches_the_published_loss_on_the_whole_validation_split(tm
     assert outcome["val_loss"] <= NANOGPT_CPU_LOSS
 
 
+@pytest.mark.long
 def test_tang_poems_come_out_as_chinese_verse(tmp_path: Path) -> None:
     outcome = pretrain(
         tmp_path,

@@ -12,7 +12,7 @@ from tests.support.local_servers import LocalServers
 from tests.support.observed_run import MIDDLE, STEPS, ObservedRun, kill
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 Undisturbed = Callable[[Path], dict[int, float]]
 
@@ -35,6 +35,7 @@ def reconciled(servers: LocalServers) -> str:
     return str(run["id"])
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_replaced_and_the_run_goes_on(servers: LocalServers, undisturbed: Undisturbed) -> None:
     observed = ObservedRun.submitted(servers)
     observed.wait_for_step(MIDDLE)
@@ -75,6 +76,7 @@ def test_after_a_kill_of_the_flow_its_ranks_leave_and_both_are_told(
     resumed(observed, undisturbed)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_its_worker_and_a_mended_one_takes_the_next(
     servers: LocalServers, undisturbed: Undisturbed
 ) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
+set_by_imports: dict[str, str] = {}  # variables that a program's imports would set: MLflow's of its telemetry
 
 
 class Forked:
@@ -71,7 +72,7 @@ def _run(module: str, arguments: Sequence[str], environment: dict[str, str], out
     """`output`: a path or a connection for stdout, and for stderr."""
     os.setsid()
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment | set_by_imports)
     for number, to in zip((1, 2), output, strict=True):
         os.dup2(os.open(to, os.O_WRONLY | os.O_CREAT) if isinstance(to, Path) else to.fileno(), number)
     sys.argv[1:] = arguments

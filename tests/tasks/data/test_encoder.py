@@ -177,12 +177,14 @@ def test_one_piece_does_not_part_a_batch(tmp_path: Path, monkeypatch: pytest.Mon
     assert sizes[:-4] == [5, 1]
 
 
-@pytest.mark.slow  # 40 s
+@pytest.mark.slow  # 10 s
 @pytest.mark.parametrize("kind", ["GPT-2", "Llama 3", "Qwen 3"])
 def test_every_character_of_unicode_is_cut_alike(tmp_path: Path, kind: str) -> None:
     saved = trained(tmp_path, *KINDS[kind][:1])
     slow, fast = Tokenizer.from_file(str(saved.file)), new_gigatoken(saved.file)
-    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code <= 0xDFFF]
+    # planes 4 to 13 have no characters, 15 and 16 private ones: every 64th of them
+    codes = [*range(0x40000), *range(0x40000, 0xE0000, 64), *range(0xE0000, 0xF0000), *range(0xF0000, 0x110000, 64)]
+    characters = [chr(code) for code in codes if not 0xD800 <= code <= 0xDFFF]
     if kind == "Qwen 3":
         characters = [character for character in characters if character not in NEW_IN_NFC]
     for first in range(0, len(characters), 4096):
