@@ -61,14 +61,16 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> Iterator[None
     items.sort(key=lambda item: item.path != first)
 
 
-def pytest_collection_finish() -> None:
-    """Have the process that forks tokenization's workers import what ranks, commands and servers of tests need, too.
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have the process that forks tokenization's workers import what tests' ranks need, too, and slow tests' commands.
 
     It is one process for all. Whoever starts it decides what it imports, and each rank would import torch itself. The
     programs that count a model's parameters and compare its weights start there as well: 5 s of a core each.
     """
     if "tests.support.ranks" in sys.modules:
-        imported = ["tests.support.command_imports", "tests.support.rank_imports"]
+        imported = ["tests.support.rank_imports"]
+        if any(item.get_closest_marker("slow") for item in session.items):  # the others have few commands and servers
+            imported.insert(0, "tests.support.command_imports")
         engine.PRELOADED.extend(imported)
         SERVER.set_forkserver_preload(imported)
         forkserver.ensure_running()

@@ -15,8 +15,8 @@ from training.tracking.rows import read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-LONG_STEPS = 2000
-LONG = (f"train.steps={LONG_STEPS}", "train.log_every_steps=5", "checkpoint.every_steps=500")
+LONG_STEPS = 1000
+LONG = (f"train.steps={LONG_STEPS}", "train.log_every_steps=5", "checkpoint.every_steps=250")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,7 @@ def servers(whole: LocalServers) -> Iterator[LocalServers]:
     whole.start()
 
 
+@pytest.mark.long
 def test_without_mlflow_nothing_is_begun_and_the_message_says_so(servers: LocalServers) -> None:
     servers.kill("mlflow")
     before = sorted(servers.user_folder.home.iterdir())
@@ -70,6 +71,7 @@ def test_both_away_in_the_middle_cost_nothing(servers: LocalServers) -> None:
     observed.check_the_rest()
 
 
+@pytest.mark.long
 def test_an_end_that_could_not_be_said_is_told_when_they_are_back_though_the_process_is_gone(
     servers: LocalServers,
 ) -> None:

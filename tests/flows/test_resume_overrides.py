@@ -17,7 +17,7 @@ from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
 from training.tracking.stop_rules import elapsed_s
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # whole pipelines beside those of tests/flows/test_pipeline.py
 
 SHORT = (
     *AS_FILES,
@@ -110,7 +110,6 @@ def test_an_extended_run_is_to_the_bit_the_one_that_was_long_from_the_start(
     assert losses(tmp_path / "plan.json") == losses(begun / "plan.json")
 
 
-@pytest.mark.long
 def test_approval_that_a_resume_asks_for_is_not_passed_over_by_the_run(user_folder: UserFolder, begun: Path) -> None:
     """The gates are those of the latest plan: the run neither promotes its model by itself nor waits in its flow."""
     changed = ("train.steps=44", "gates.approval=prefect", "gates.min_improvement=-10")
@@ -129,7 +128,6 @@ def test_force_goes_on_and_the_run_can_no_longer_be_reproduced(user_folder: User
     assert "no single config gives its losses" in err
 
 
-@pytest.mark.long
 def test_a_run_that_its_hours_ended_is_registered_and_trains_on_with_more(user_folder: UserFolder) -> None:
     endless = (*AS_FILES, "train.steps=1000000", "train.schedule=constant", f"train.max_hours={1 / 3600}")
     out, err = user_folder.run("pretrain", str(user_folder.config), *endless, "--json")

@@ -46,6 +46,7 @@ def test_a_killed_rank_is_replaced_and_the_run_goes_on(servers: LocalServers, un
     observed.check_the_rest()
 
 
+@pytest.mark.long
 def test_a_killed_rank_without_another_attempt_fails_the_run_and_is_named(
     servers: LocalServers, undisturbed: Undisturbed
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_killed_rank_without_another_attempt_fails_the_run_and_is_named(
     resumed(observed, undisturbed)
 
 
+@pytest.mark.long  # tests/flows/test_pipeline.py has it without servers
 def test_after_a_kill_of_the_flow_its_ranks_leave_and_both_are_told(
     servers: LocalServers, undisturbed: Undisturbed
 ) -> None:

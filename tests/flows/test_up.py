@@ -107,7 +107,7 @@ def test_the_password_is_in_one_file_and_in_the_homes_profile_of_prefect(servers
     assert "Pretrain/quickstart" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_servers_and_worker_serve_every_command_are_mended_and_go(servers: LocalServers) -> None:
     user_folder, found = servers.user_folder, servers.start()
