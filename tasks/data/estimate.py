@@ -18,6 +18,7 @@ from tasks.data.sources import SkippedDocuments, Source, check_contents, find_so
 from tasks.data.tokenizer import load_pretrained, save_tokenizer, special_tokens, text_encoding
 from tasks.planning.text import TextEstimate
 from training.config.run import DataConfig, RunConfig
+from training.records.token_shards import Ledger
 
 CHUNKS_READ = 16
 READ_BYTES = 32 * 2**20  # of text, in all of these chunks
@@ -84,6 +85,8 @@ def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
         sample_bytes=sample_bytes,
         is_counted=times == 1,
         left_out=tuple(skipped.left_out),
+        ledger=Ledger(filtered=skipped.num_filtered, skipped=skipped.count, nul_characters=skipped.num_nuls),
+        skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped.examples),
         hints=(*skipped.hints, *special),
     )
 

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from tasks.display.numbers import format_count
 from training.planner.mixture import plan_sources
 from training.records.plan import RunPlan
-from training.records.token_shards import LeftOut, files_left_out
+from training.records.token_shards import Ledger, LeftOut, documents_left_out, files_left_out
 from training.records.words import counted
 from training.shards.packing import Epoch
 
 
 @dataclass(frozen=True)
 class TextEstimate:
-    """How much text a corpus has. `is_counted`: all of it was read, and only `tokens` are an estimate."""
+    """How much text a corpus has. `is_counted`: all of it was read, and only `tokens` are an estimate.
+
+    `ledger`, `skipped_examples`: what was left out or skipped of what was read.
+    """
 
     name: str
     files: int
@@ -27,6 +30,8 @@ class TextEstimate:
     sample_bytes: int
     is_counted: bool
     left_out: tuple[LeftOut, ...]
+    ledger: Ledger
+    skipped_examples: tuple[str, ...]
     hints: tuple[str, ...]
 
     def lines(self, epochs: float | None) -> Iterator[str]:
@@ -40,6 +45,8 @@ class TextEstimate:
             f"them to train on{seen}"
         )
         yield from (line for line, _ in files_left_out(self.left_out, read_bytes=self.file_bytes))
+        read = "" if self.is_counted else "in the part that was read, "
+        yield from (line for line, _ in documents_left_out(self.ledger, self.skipped_examples, read=read))
         yield from (f"text: {hint}" for hint in self.hints)
 
 

@@ -24,6 +24,7 @@ from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Layout
 from training.planner.price.pricing import PricedLayout
 from training.planner.price.replicas import RankPrices
+from training.records.token_shards import Ledger
 
 H100 = {"name": "h100", "hosts": "8xH100-80GB-SXM,400Gb", "price_per_hour": 30, "source": "s", "date": "2026-11-01"}
 MACHINES: dict[str, Any] = {
@@ -145,7 +146,16 @@ def test_epochs_count_where_the_text_is_known() -> None:
     config = config.model_copy(update={"train": config.train.model_copy(update={"max_epochs": 2.0})})
     one = Machines.model_validate(MACHINES | {"machines": [H100 | {"counts": [1]}]})
     sizes = {"files": 1, "file_bytes": 1, "documents": 1, "text_bytes": 1, "sample_bytes": 1, "tokens": 1_200_000}
-    text = TextEstimate("my texts", **sizes, train_tokens=1_000_000, is_counted=True, left_out=(), hints=())
+    text = TextEstimate(
+        "my texts",
+        **sizes,
+        train_tokens=1_000_000,
+        is_counted=True,
+        left_out=(),
+        ledger=Ledger(),
+        skipped_examples=(),
+        hints=(),
+    )
     batch_tokens = config.train.global_batch * config.train.context
     assert make_quote(config, one, Goals(1e9, None), text=[text]).rows[0].steps == 2_000_000 // batch_tokens
     unknown = make_quote(config, one, Goals(1e9, None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from training.records.record import Record
@@ -160,21 +160,8 @@ class TokenShards(Ledger):
 
     def _ledger(self) -> Iterator[tuple[str, bool]]:
         """Yield sentences, and whether each is a warning."""
-        counts = [
-            (self.repeated, "document", "whose text repeats an earlier one"),
-            (self.filtered, "row", "for which data.where is false"),
-        ]
-        for number, noun, which in counts:
-            if number:
-                yield f"text: left out {counted(number, noun)} {which}", False
         yield from files_left_out(self.left_out, read_bytes=sum(source.num_bytes for source in self.sources))
-        if self.skipped:
-            places = "; ".join(self.skipped_examples[:3])
-            skipped = counted(self.skipped, "document")
-            yield f"text: skipped {skipped} (data.on_error=skip), the first: {places}", True
-        if self.nul_characters:
-            nuls = counted(self.nul_characters, "NUL character")
-            yield f"text: the documents, and so the tokens, hold {nuls}", True
+        yield from documents_left_out(self, self.skipped_examples)
         if self.lost_characters or self.unknown_tokens:
             yield self._losses(), self.lost_characters > LOST_SHARE * self.characters
         for line in self.special_tokens_lines():
@@ -205,6 +192,24 @@ class TokenShards(Ledger):
             f"({counted(self.unknown_tokens, 'unknown token')}); take one that is byte-level or has a byte fallback, "
             "or train one on this text with data.tokenizer.kind=bpe"
         )
+
+
+def documents_left_out(ledger: Ledger, examples: Sequence[str], *, read: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield what happened to documents of the text, a sentence each, and whether it is a warning.
+
+    `examples`: places and problems of skipped ones. `read`: words for the part of the text that the counts are of.
+    """
+    if ledger.repeated:
+        repeated = counted(ledger.repeated, "document")
+        yield f"text: {read}left out {repeated} whose text repeats an earlier one", False
+    if ledger.filtered:
+        yield f"text: {read}left out {counted(ledger.filtered, 'row')} for which data.where is false", False
+    if ledger.skipped:
+        skipped, places = counted(ledger.skipped, "document"), "; ".join(examples[:3])
+        yield f"text: {read}skipped {skipped} (data.on_error=skip), the first: {places}", True
+    if ledger.nul_characters:
+        nuls = counted(ledger.nul_characters, "NUL character")
+        yield f"text: {read}the documents, and so the tokens, hold {nuls}", True
 
 
 def files_left_out(left_out: Iterable[LeftOut], *, read_bytes: int) -> Iterator[tuple[str, bool]]:

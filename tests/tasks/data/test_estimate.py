@@ -73,6 +73,32 @@ def test_a_small_corpus_is_counted_and_the_plan_says_what_is_left_out(tmp_path: 
     assert second.startswith("text: left out 1 file (.dat, 0.0 MB, such as notes.dat)")
 
 
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_documents_that_are_left_out_or_skipped_are_said_before_the_run(
+    tmp_path: Path, is_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the ledger of the tokenized corpus says them."""
+    rows: list[dict[str, Any]] = [{"meta": {"body": f"verse {n} \0"}, "year": n} for n in range(40)]
+    rows[5]["meta"] = {}
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not is_counted:
+        monkeypatch.setattr("tasks.data.estimate.READ_BYTES", 150)
+    where = {"on_error": "skip", "column": "meta.body", "where": "year > 2"}
+    data = {"path": str(path), "tokenizer": {"kind": "bytes"}} | where
+    (found,) = estimate_text(RunConfig.model_validate({"data": data}))
+    assert found.is_counted == is_counted
+    _, *said = found.lines(None)
+    read = "" if is_counted else "in the part that was read, "
+    assert said == [
+        f"text: {read}left out 3 rows for which data.where is false",
+        f"text: {read}skipped 1 document (data.on_error=skip), the first: {said[1].partition('first: ')[2]}",
+        f"text: {read}the documents, and so the tokens, hold {found.ledger.nul_characters} NUL characters",
+    ]
+    assert "texts.jsonl:6: has no key 'meta.body'" in said[1]
+    assert (found.ledger.nul_characters == 36) == is_counted
+
+
 def test_what_would_stop_the_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a text of its own\n" * 40)
     (tmp_path / "more.zip").write_bytes(b"PK\x03\x04" + b"\0" * 100)
