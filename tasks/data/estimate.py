@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from tasks.data.chunks import Chunk, cut_chunks
 from tasks.data.encoder import load_tokenizer
@@ -48,8 +49,22 @@ class _Watched(Source):
         return self.opened[-1]
 
 
+class _FirstCopies(SkippedDocuments):
+    """Leaves out each document that repeats one that was read before it (data.deduplicate=exact)."""
+
+    def __init__(self, on_error: Literal["stop", "skip"]) -> None:
+        super().__init__(on_error, digests=[])
+        self._seen = set[bytes]()
+
+    def is_repeated(self, text_sha256: Callable[[], bytes]) -> bool:
+        known, digest = len(self._seen), text_sha256()[:16]
+        self._seen.add(digest)
+        self.num_repeated += (repeated := len(self._seen) == known)
+        return repeated
+
+
 def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
-    skipped = SkippedDocuments(data.on_error)
+    skipped = SkippedDocuments(data.on_error) if data.deduplicate == "off" else _FirstCopies(data.on_error)
     sources = find_sources(data, skipped, hashed=False)
     check_contents(sources, skipped)
     chunks = cut_chunks(sources, data)
@@ -85,7 +100,12 @@ def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
         sample_bytes=sample_bytes,
         is_counted=times == 1,
         left_out=tuple(skipped.left_out),
-        ledger=Ledger(filtered=skipped.num_filtered, skipped=skipped.count, nul_characters=skipped.num_nuls),
+        ledger=Ledger(
+            repeated=skipped.num_repeated,
+            filtered=skipped.num_filtered,
+            skipped=skipped.count,
+            nul_characters=skipped.num_nuls,
+        ),
         skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped.examples),
         hints=(*skipped.hints, *special),
     )
