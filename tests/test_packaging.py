@@ -178,11 +178,9 @@ def test_an_installed_wheel_trains_beside_modules_of_the_same_names(
     assert tags["shardline.version"] == tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(  # the one that Python 3.11 brings, and the newest
-    "pip", [pytest.param("pip==23.2.1", marks=pytest.mark.long), "pip"]
-)
+@pytest.mark.parametrize("pip", ["pip==23.2.1", "pip"])  # the one that Python 3.11 brings, and the newest
 def test_pip_finds_versions_that_fit_each_other(pip: str, wheel: Path, tmp_path: Path) -> None:
     """Without constraints, after torch, as docs/installing.md has it; a pip that walks through old versions is stopped.
 

@@ -17,10 +17,11 @@ import pytest
 
 from flows.stages.engine import engine_of
 from tasks.data.corpus import prepare_corpus
-from tests.support.local_servers import LocalServers
+from tests.support.local_servers import request_json
 from tests.support.repository import REPO
 from tests.support.tiny_corpus import contents
 from tests.support.tokenization import DASK, Tokenization, settings, until_tokens, write_corpus
+from tests.support.user_folder import UserFolder
 from tests.support.waiting import until
 from training.config.data import DataConfig, EngineConfig
 
@@ -42,9 +43,10 @@ def expected(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.fixture
-def run(corpus: Path, tmp_path: Path, servers: LocalServers) -> Tokenization:
-    password = {"PREFECT_API_AUTH_STRING": servers.password}
-    return Tokenization(corpus, tmp_path / "tokens", servers.url("prefect"), password)
+def run(corpus: Path, tmp_path: Path, user_of_prefect: UserFolder) -> Tokenization:
+    return Tokenization(
+        corpus, tmp_path / "tokens", user_of_prefect.environment["PREFECT_API_URL"].removesuffix("/api")
+    )
 
 
 def test_ray_is_refused_where_a_users_module_would_be_taken_for_ours(
@@ -125,14 +127,14 @@ def dask_cluster(tmp_path: Path) -> Iterator[Callable[..., DaskCluster]]:
     ids=["1 process", "2 processes", "3 threads", "Dask on this machine"],
 )
 def test_every_engine_makes_the_same_bytes(
-    run: Tokenization, servers: LocalServers, expected: dict[str, bytes], fields: dict[str, Any]
+    run: Tokenization, expected: dict[str, bytes], fields: dict[str, Any]
 ) -> None:
     if fields.get("engine", {}).get("kind") == "dask":
         pytest.importorskip("prefect_dask")
     run.output(**fields)
     assert contents(run.folder) == expected
     if fields["processes"] == 2:
-        names = {row["name"] for row in servers.prefect("/task_runs/filter", {"limit": 200})}
+        names = {row["name"] for row in request_json(f"{run.prefect}/api/task_runs/filter", {"limit": 200})}
         assert any(name.startswith("tokenize chunks ") for name in names), names
 
 

@@ -33,14 +33,14 @@ def pretrain(home: Path, *arguments: str) -> dict[str, Any]:
     return outcome
 
 
-def test_shakespeare_reaches_the_published_loss_in_half_of_its_steps(tmp_path: Path) -> None:
+def test_shakespeare_reaches_the_published_loss_in_two_fifths_of_its_steps(tmp_path: Path) -> None:
     """On the whole validation split. After all 2000 steps it is 1.65 (docs/benchmarks.md)."""
-    half = "train.steps=1000"
-    outcome = pretrain(tmp_path, "shakespeare-char", f"data.path={DATA / 'tinyshakespeare.txt'}", half)
+    fewer = "train.steps=800"
+    outcome = pretrain(tmp_path, "shakespeare-char", f"data.path={DATA / 'tinyshakespeare.txt'}", fewer)
     report = json.loads((tmp_path / outcome["run_id"] / "eval.json").read_text())
     assert report["text_bytes"] == 111_540, "the last tenth of 1,115,394 characters"
     assert report["tokens"] == 111_540, "each of them predicted once, and the end; the first has nothing before it"
-    assert outcome["step"] == 1000
+    assert outcome["step"] == 800
     assert outcome["val_loss"] <= NANOGPT_CPU_LOSS
 
 

@@ -264,7 +264,7 @@ def test_a_micro_batch_too_large_for_one_rank_is_lowered_for_all_and_nobody_hang
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_where_nothing_fits_the_run_fails_with_the_cure(
     tiny_shards: Path, short_of_memory: Callable[[float], None]
 ) -> None:

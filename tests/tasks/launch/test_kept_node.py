@@ -27,7 +27,7 @@ SETTINGS = {"train__steps": 4, "checkpoint__every_steps": 2, "evaluation__every_
 
 @pytest.fixture
 def run_dir(embedded_home: Path, tiny_shards: Path) -> Path:
-    return Local(embedded_home, tiny_shards).make("warm", **SETTINGS, export__latency_seconds=0)
+    return Local(embedded_home, tiny_shards).make("warm", **SETTINGS, export__onnx_up_to_gib=0)
 
 
 @pytest.fixture
@@ -99,7 +99,9 @@ def test_the_run_goes_on_when_the_process_of_the_imports_is_killed(run_dir: Path
     assert not nodes_of(run_dir)
 
 
-def test_a_killed_process_that_waits_costs_imports_and_is_said(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_waits_is_not_used_once_killed_or_for_another_environment_and_it_is_said(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("INFO")
     with kept_node(run_dir):
         train(run_dir)
@@ -107,17 +109,9 @@ def test_a_killed_process_that_waits_costs_imports_and_is_said(run_dir: Path, ca
         fork_server(run_dir).kill()
         psutil.wait_procs([node], timeout=10)
         evaluate(run_dir)
-    assert causes(run_dir) == ["done", "done"]
-    assert "training.evaluate starts in a new process: the one that waited for it has ended" in caplog.text
-
-
-def test_imports_of_another_environment_are_not_used(
-    run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level("INFO")
-    with kept_node(run_dir):
-        train(run_dir)
         monkeypatch.setenv("NCCL_DEBUG", "INFO")
-        evaluate(run_dir)
-    assert [attempt["stood_by"] for attempt in attempts_of(run_dir)] == [[], []]
-    assert "training.evaluate starts in a new process: its environment is another" in caplog.text
+        export(run_dir)
+    assert causes(run_dir) == ["done"] * 3
+    assert [attempt["stood_by"] for attempt in attempts_of(run_dir)] == [[]] * 3
+    assert "training.evaluate starts in a new process: the one that waited for it has ended" in caplog.text
+    assert "training.export starts in a new process: its environment is another" in caplog.text

@@ -26,7 +26,7 @@ from training.tracking.rows import read_rows
 
 pytestmark = pytest.mark.slow
 
-STEPS, EVERY, ON_DISK = 60, 4, 25
+STEPS, EVERY, ON_DISK = 40, 4, 15
 DEADLINE_S = 100
 OWN = {"topk": (2, {"parallel__strategy": "ddp", "parallel__compression": "topk"})}
 
@@ -141,7 +141,7 @@ def test_a_killed_run_goes_on_from_memory_to_the_bit(
     lost: str, make: Callable[..., tuple[Path, list[str]]], undisturbed: Path
 ) -> None:
     plan_path, hosts = make(f"lost {lost}")
-    copy = kill(plan_path, hosts, at_step=random.choice([*range(12, 24), *range(34, 48)]))
+    copy = kill(plan_path, hosts, at_step=random.choice([*range(8, 14), *range(20, 29)]))
     shutil.rmtree(memory_of(plan_path) / lost, ignore_errors=True)
     log = go_on(plan_path, hosts)
     assert f"continuing after step {copy.step} from the hosts' memory: the newest checkpoint on disk is of step" in log
@@ -175,7 +175,7 @@ def test_without_a_whole_copy_it_goes_on_from_the_disk(
     lose: Callable[[Path, MemoryRecord], str], make: Callable[..., tuple[Path, list[str]]], undisturbed: Path
 ) -> None:
     plan_path, hosts = make(lose.__name__)
-    copy = kill(plan_path, hosts, at_step=40)
+    copy = kill(plan_path, hosts, at_step=26)
     why = lose(plan_path, copy)
     log = go_on(plan_path, hosts)
     expected = f"the copy of step {copy.step} in the hosts' memory is not used ({why}): continuing after step {ON_DISK}"
@@ -190,7 +190,7 @@ def test_a_copy_that_was_not_whole_when_the_run_died_is_not_used(
 ) -> None:
     """Newer files lie there, as ranks leave them that die while they write: the record does not name them."""
     plan_path, hosts = make("half-written")
-    copy = kill(plan_path, hosts, at_step=40)
+    copy = kill(plan_path, hosts, at_step=26)
     for host in ("a", "b"):
         folder = memory_of(plan_path) / host
         shutil.copytree(folder / copy.name, folder / f"{copy.step + EVERY:08d}-{copy.name[-8:]}", dirs_exist_ok=True)
@@ -203,9 +203,9 @@ def test_copies_of_a_past_that_was_given_up_are_not_used(
 ) -> None:
     """Both hosts are lost, the run goes on from the disk and dies early; then they come back with what they had."""
     plan_path, hosts = make("given-up")
-    kill(plan_path, hosts, at_step=48)
+    kill(plan_path, hosts, at_step=28)
     memory_of(plan_path).rename(away := memory_of(plan_path).with_name("away"))
-    assert kill(plan_path, hosts, at_step=34).step < 44
+    assert kill(plan_path, hosts, at_step=20).step < 24
     shutil.copytree(away, memory_of(plan_path), dirs_exist_ok=True)
     record = MemoryRecord.read(plan_path.parent / MEMORY_RECORD)
     assert f"continuing after step {record.step} from the hosts' memory" in go_on(plan_path, hosts)
@@ -222,7 +222,7 @@ def test_fewer_ranks_go_on_from_the_copies_of_more(make_run: Callable[..., Path]
     }
     settings |= {"checkpoint__memory_dir": str(memory_dir), "model__dropout": 0.0}
     plan_path = make_run("fewer", ranks=4, parallel__strategy="fsdp", **settings)
-    copy = kill(plan_path, ["a", "a", "b", "b"], at_step=30)
+    copy = kill(plan_path, ["a", "a", "b", "b"], at_step=22)
     expected = {step: loss for step, loss in losses(plan_path).items() if step <= copy.step}
     shutil.rmtree(memory_of(plan_path) / "a")
     kept = RunPlan.read(plan_path)
@@ -239,7 +239,7 @@ def test_fewer_ranks_go_on_from_the_copies_of_more(make_run: Callable[..., Path]
 
 def test_a_config_that_changed_makes_the_copies_useless(make: Callable[..., tuple[Path, list[str]]]) -> None:
     plan_path, hosts = make("changed")
-    copy = kill(plan_path, hosts, at_step=30)
+    copy = kill(plan_path, hosts, at_step=22)
     plan = RunPlan.read(plan_path)
     train = plan.config.train.model_copy(update={"learning_rate": 1e-3})
     plan.model_copy(update={"config": plan.config.model_copy(update={"train": train})}).write(plan_path)

@@ -41,7 +41,7 @@ CHAIN = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["stream", "padded", "best-fit"])
+@pytest.mark.parametrize("packing", ["stream", "best-fit", pytest.param("padded", marks=pytest.mark.long)])
 def test_a_run_that_changes_its_layout_every_few_steps_is_the_run_of_one_process(
     packing: str, make_run: Callable[..., Path]
 ) -> None:

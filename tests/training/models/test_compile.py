@@ -48,8 +48,8 @@ def test_compiled_layers_train_as_eager_ones_do_and_nothing_is_compiled_again_af
 @pytest.mark.parametrize(
     ("layout", "architecture", "packing"),
     [
-        ("single", "llama", "documents"),
         ("fsdp", "gpt2", "stream"),
+        pytest.param("single", "llama", "documents", marks=pytest.mark.long),
         pytest.param("tp", "llama", "padded", marks=pytest.mark.long),
         pytest.param("sp", "gpt2", "stream", marks=pytest.mark.long),
         pytest.param("pp", "bert", "stream", marks=pytest.mark.long),
