@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from flows.cli.command import main
 from tests.support.ranks import losses
 from tests.support.user_folder import DEADLINE_S, UserFolder, wait_for_step
 
@@ -117,8 +118,11 @@ def test_a_stop_tells_parent_and_child_and_resume_does_what_is_left(user_folder:
     assert max(losses(child / "plan.json")) == 400
 
 
-def test_a_wrong_strategy_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_wrong_strategy_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     user_folder = UserFolder(tmp_path)
-    _, err = user_folder.run("compare", str(user_folder.config), "--strategies", "ddp,magic", expect=2)
-    assert "'magic' (of 'magic') is not a strategy" in err
+    monkeypatch.setenv("SHARDLINE_HOME", str(user_folder.home))
+    assert main(["compare", str(user_folder.config), "--strategies", "ddp,magic"]) == 2
+    assert "'magic' (of 'magic') is not a strategy" in capsys.readouterr().err
     assert user_folder.run_dirs() == []

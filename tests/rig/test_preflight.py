@@ -273,7 +273,9 @@ def device_nodes() -> Iterator[Path]:
 
 def test_adapters_without_device_nodes_are_refused(rig: Rig, run_dir: Path, adapters: LaunchConfig) -> None:
     found = faults(rig, adapters, run_dir)["host0"]
-    assert any(line.startswith("mlx5_0 is in this host, but a container has no /dev/infiniband") for line in found)
+    assert any(line.startswith("mlx5_0 is in this host, but a container has no /dev/infiniband") for line in found), (
+        found
+    )
     over_tcp = adapters.model_copy(update={"devices": ()})
     assert not any("mlx5_0" in line for line in faults(rig, over_tcp, run_dir)["host0"])
 
