@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,12 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from tasks.data.chunks import Chunk, cut_chunks
 from tasks.data.encoder import load_tokenizer
+from tasks.data.losses import losses_of
 from tasks.data.readers import Piece, Span, read_spans
 from tasks.data.sample import draw
 from tasks.data.sharding import special_tokens_in, unknown_characters
 from tasks.data.sources import SkippedDocuments, Source, check_contents, find_sources
+from tasks.data.split import Passage
 from tasks.data.tokenizer import load_pretrained, save_tokenizer, special_tokens, text_encoding
 from tasks.planning.text import TextEstimate
 from training.config.run import DataConfig, RunConfig
@@ -85,7 +90,8 @@ def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
     sample = draw(texts, ENCODED_BYTES)
     sample_bytes = len("".join(sample).encode())
     with unknown_characters(source.name for source in sources):
-        per_byte, special = _tried(data, sample, texts, learns_from_all=text_bytes <= ENCODED_BYTES, masked=masked)
+        learns_from_all = text_bytes <= ENCODED_BYTES
+        per_byte, ledger, special = _tried(data, sample, texts, learns_from_all=learns_from_all, masked=masked)
     tokens = times * (per_byte * text_bytes + documents)
     held_out = sum(source.record.num_bytes for source in sources if source.held_out) / max(1, file_bytes)
     train = 1 - (held_out if data.validation_path else data.validation_fraction)
@@ -100,12 +106,7 @@ def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
         sample_bytes=sample_bytes,
         is_counted=times == 1,
         left_out=tuple(skipped.left_out),
-        ledger=Ledger(
-            repeated=skipped.num_repeated,
-            filtered=skipped.num_filtered,
-            skipped=skipped.count,
-            nul_characters=skipped.num_nuls,
-        ),
+        ledger=ledger.model_copy(update=skipped.counts()),
         skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped.examples),
         hints=(*skipped.hints, *special),
     )
@@ -154,8 +155,8 @@ def _share_of_rows(span: Span, row: int) -> float:
 
 def _tried(
     data: DataConfig, sample: Sequence[str], texts: Sequence[str], *, learns_from_all: bool, masked: bool
-) -> tuple[float, list[str]]:
-    """Return the tokens for a byte of the sample, and a sentence about special tokens in all of the texts.
+) -> tuple[float, Ledger, list[str]]:
+    """Return the tokens for a byte of the sample, what of it is lost, and a sentence about special tokens in all texts.
 
     A BPE that learns from more text than the sample is tried on other text.
     """
@@ -172,8 +173,16 @@ def _tried(
             train_texts=[learned],
             all_texts=sample,
         )
-        encoded = load_tokenizer(str(saved.file)).encode_batch(list(tried), add_special_tokens=False)
+        ids = [each.ids for each in load_tokenizer(str(saved.file)).encode_batch(tried, add_special_tokens=False)]
+        tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int64)
+        passages = [Passage("train", text, ends=True, whole=False) for text in tried]
+        losses = list(losses_of(saved, passages, tokens, [len(each) for each in ids]))
         special = Counter(special_tokens_in(saved, texts))
     read = f"the {sum(map(len, texts)) / 1e6:,.1f} million characters that were read hold"
     lines = saved.encoding.on_special(as_tokens=special[True], as_text=special[False], holder=read)
-    return sum(len(each.ids) for each in encoded) / len("".join(tried).encode()), lines
+    ledger = Ledger(
+        characters=sum(map(len, tried)),
+        lost_characters=sum(each.characters for each in losses),
+        unknown_tokens=sum(each.unknown_tokens for each in losses),
+    )
+    return len(tokens) / len("".join(tried).encode()), ledger, lines

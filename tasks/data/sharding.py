@@ -54,16 +54,13 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
     _check_library(work)
     finished = FinishedChunk(
         shards=tuple(sorted(shards, key=lambda shard: SPLITS.index(shard.split))),
-        repeated=skipped.num_repeated,
-        filtered=skipped.num_filtered,
-        skipped=skipped.count,
         characters=characters,
-        nul_characters=skipped.num_nuls,
         lost_characters=sum(each.characters for each in losses),
         unknown_tokens=sum(each.unknown_tokens for each in losses),
         special_as_tokens=special[True],
         special_as_text=special[False],
         skipped_examples=tuple(_recorded(place, problem) for place, problem in skipped.examples),
+        **skipped.counts(),
     )
     write_marker(work.folder, chunk.index, finished)
     return finished

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from tasks.data.contents import UNPACK, problem_of_bytes
 from tasks.data.decompression import COMPRESSIONS, unpacked
@@ -96,6 +96,15 @@ class SkippedDocuments:
         self._number += 1
         self.num_repeated += repeated
         return repeated
+
+    def counts(self) -> dict[str, Any]:
+        """Return what a ledger has of them, by its fields' names."""
+        return {
+            "repeated": self.num_repeated,
+            "filtered": self.num_filtered,
+            "skipped": self.count,
+            "nul_characters": self.num_nuls,
+        }
 
     def skip_or_raise(self, place: object, problem: str, *, documents: int = 1, is_whole_file: bool = False) -> None:
         """Count the documents that are lost to the problem, or raise ValueError unless data.on_error=skip.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tasks.display.numbers import format_count
 from training.planner.mixture import plan_sources
 from training.records.plan import RunPlan
-from training.records.token_shards import Ledger, LeftOut, documents_left_out, files_left_out
+from training.records.token_shards import Ledger, LeftOut, characters_lost, documents_left_out, files_left_out
 from training.records.words import counted
 from training.shards.packing import Epoch
 
@@ -17,7 +17,7 @@ from training.shards.packing import Epoch
 class TextEstimate:
     """How much text a corpus has. `is_counted`: all of it was read, and only `tokens` are an estimate.
 
-    `ledger`, `skipped_examples`: what was left out or skipped of what was read.
+    `ledger`, `skipped_examples`: what was left out or skipped of what was read; its characters are those of the sample.
     """
 
     name: str
@@ -47,6 +47,7 @@ class TextEstimate:
         yield from (line for line, _ in files_left_out(self.left_out, read_bytes=self.file_bytes))
         read = "" if self.is_counted else "in the part that was read, "
         yield from (line for line, _ in documents_left_out(self.ledger, self.skipped_examples, read=read))
+        yield from (line for line, _ in characters_lost(self.ledger, read="in the sample, "))
         yield from (f"text: {hint}" for hint in self.hints)
 
 

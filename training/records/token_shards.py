@@ -162,8 +162,7 @@ class TokenShards(Ledger):
         """Yield sentences, and whether each is a warning."""
         yield from files_left_out(self.left_out, read_bytes=sum(source.num_bytes for source in self.sources))
         yield from documents_left_out(self, self.skipped_examples)
-        if self.lost_characters or self.unknown_tokens:
-            yield self._losses(), self.lost_characters > LOST_SHARE * self.characters
+        yield from characters_lost(self)
         for line in self.special_tokens_lines():
             yield line, True
         for hint in self.hints:
@@ -184,15 +183,6 @@ class TokenShards(Ledger):
         same = {*self.encoding.special_tokens} == {*rule.special_tokens}
         return self.encoding.bos == rule.bos and (same or holds_none)
 
-    def _losses(self) -> str:
-        share = self.lost_characters / max(1, self.characters)
-        return (
-            f"text: {f'{share:.2%}' if share >= 0.0001 else 'below 0.01%'} of the characters ({self.lost_characters:,} "
-            f"of {self.characters:,}) are lost: the tokenizer does not know them "
-            f"({counted(self.unknown_tokens, 'unknown token')}); take one that is byte-level or has a byte fallback, "
-            "or train one on this text with data.tokenizer.kind=bpe"
-        )
-
 
 def documents_left_out(ledger: Ledger, examples: Sequence[str], *, read: str = "") -> Iterator[tuple[str, bool]]:
     """Yield what happened to documents of the text, a sentence each, and whether it is a warning.
@@ -210,6 +200,20 @@ def documents_left_out(ledger: Ledger, examples: Sequence[str], *, read: str = "
     if ledger.nul_characters:
         nuls = counted(ledger.nul_characters, "NUL character")
         yield f"text: {read}the documents, and so the tokens, hold {nuls}", True
+
+
+def characters_lost(ledger: Ledger, *, read: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield a sentence, if the tokenizer has lost characters, and whether it is a warning. `read`: as above."""
+    lost, characters = ledger.lost_characters, ledger.characters
+    if not lost and not ledger.unknown_tokens:
+        return
+    share = lost / max(1, characters)
+    yield (
+        f"text: {read}{f'{share:.2%}' if share >= 0.0001 else 'below 0.01%'} of the characters ({lost:,} of "
+        f"{characters:,}) are lost: the tokenizer does not know them ({counted(ledger.unknown_tokens, 'unknown token')}"
+        "); take one that is byte-level or has a byte fallback, or train one on this text with data.tokenizer.kind=bpe",
+        share > LOST_SHARE,
+    )
 
 
 def files_left_out(left_out: Iterable[LeftOut], *, read_bytes: int) -> Iterator[tuple[str, bool]]:

@@ -9,10 +9,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from tasks.data import corpus
+from tasks.data.estimate import estimate_text
 from tests.support import text_cases
 from tests.support.text_cases import FOREIGN, HELLOS, json_lines, write_languages
 from tests.support.tiny_corpus import prepare
 from training.config.data import DataConfig
+from training.config.run import RunConfig
 from training.records.token_shards import TokenShards
 from training.shards.format import SPLITS
 
@@ -43,6 +45,11 @@ def test_characters_that_a_tokenizer_cannot_express_are_counted(
     assert shards.unknown_tokens == len(FOREIGN) * unknown_each
     (warning, *_) = [*shards.ledger_warnings(), ""]
     assert ("of the characters" in warning) == (lost_each > 0)
+    tokenizer = {"kind": "pretrained", "path": str(tmp_path / "tokenizer")}
+    data = {"path": str(tmp_path / "a.jsonl"), "tokenizer": tokenizer}
+    (before,) = estimate_text(RunConfig.model_validate({"data": data}))
+    said = [line for line in before.lines(None) if "of the characters" in line]
+    assert said == [warning.replace("text: ", "text: in the sample, ")] * (lost_each > 0)
 
 
 def test_the_loss_per_byte_is_without_the_lost_bytes(tmp_path: Path) -> None:
