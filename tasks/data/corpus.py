@@ -38,7 +38,7 @@ from tasks.data.sources import (
     check_contents,
     find_sources,
 )
-from tasks.data.split import SplitRule, choose_rule, split_pieces
+from tasks.data.split import SplitRule, choose_rule, no_text, split_pieces
 from tasks.data.survey import FindWork, Survey, find_tokens, survey_corpus
 from tasks.data.tokenizer import (
     Specials,
@@ -596,10 +596,7 @@ class Corpus:
         for field, is_held_out in (("path", False), ("validation_path", True)):
             own = [span for span in spans if (span.number >= num_train) == is_held_out]
             if next(iter(read_spans(own, self.data, SkippedDocuments(self.data.on_error))), None) is None:
-                raise ValueError(
-                    f"data.{field}={getattr(self.data, field)} holds no text: all of its documents are "
-                    "empty or skipped; give another one"
-                )
+                raise no_text(self.data, f"data.{field}={getattr(self.data, field)}")
 
     @property
     def total_bytes(self) -> int | None:

@@ -20,7 +20,7 @@ from tasks.data.readers import Piece, Span, read_spans
 from tasks.data.sample import draw
 from tasks.data.sharding import special_tokens_in, unknown_characters
 from tasks.data.sources import SkippedDocuments, Source, check_contents, find_sources
-from tasks.data.split import Passage
+from tasks.data.split import Passage, no_text
 from tasks.data.tokenizer import load_pretrained, save_tokenizer, special_tokens, text_encoding
 from tasks.planning.text import TextEstimate
 from training.config.run import DataConfig, RunConfig
@@ -84,7 +84,7 @@ def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
         text_bytes += sum(len(piece.text.encode()) for piece in found)
         documents += sum(piece.last for piece in found)
     if not texts:
-        raise ValueError(f"data.path={data.path}: the sample holds no text: all documents are empty or skipped")
+        raise no_text(data, f"data.path={data.path}: the sample")
     file_bytes = sum(source.record.num_bytes for source in sources)
     times = max(1.0, sum(chunk.num_bytes for chunk in chunks) / read_bytes)
     sample = draw(texts, ENCODED_BYTES)

@@ -70,9 +70,7 @@ def choose_rule(data: DataConfig, first: Iterable[Piece], count: Callable[[], Te
     counts = count()
     characters, documents, fraction = counts.characters, counts.documents, data.validation_fraction
     if characters == 0:
-        raise ValueError(
-            f"data.path={data.path} holds no text: all documents are empty or skipped; give another corpus"
-        )
+        raise no_text(data, f"data.path={data.path}")
     if data.split == "all":
         return SplitRule("tail", 1.0, 0, "all: everything is validation")
     if rule := _by_documents(data, documents, counts.splits):
@@ -93,6 +91,12 @@ def choose_rule(data: DataConfig, first: Iterable[Piece], count: Callable[[], Te
     cause = few if documents < ENOUGH_DOCUMENTS else f"all {documents} documents would be {min(counts.splits)}"
     reason = f" (auto: {cause})" if data.split == "auto" else ""
     return SplitRule("tail", fraction, border, f"tail: the first {border} of {characters} characters are train{reason}")
+
+
+def no_text(data: DataConfig, what: str) -> ValueError:
+    """Return the error for a corpus, or a part of one, whose documents are all left out."""
+    why, cure = (f", or data.where={data.where} is false", " or condition") if data.where else ("", "")
+    return ValueError(f"{what} holds no text: all documents are empty or skipped{why}; give another corpus{cure}")
 
 
 def _by_documents(data: DataConfig, documents: int, seen: Collection[Split]) -> SplitRule | None:

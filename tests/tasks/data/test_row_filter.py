@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tasks.data.corpus import prepare_corpus
+from tasks.data.estimate import estimate_text
 from tasks.data.row_filter import RowFilter
 from tasks.data.sources import check_paths
 from training.config.data import DataConfig
+from training.config.run import RunConfig
 from training.records.token_shards import TokenShards
 
 ROWS = [
@@ -76,6 +78,18 @@ def test_plain_text_has_no_columns(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 50)
     with pytest.raises(ValueError, match=r"a\.txt is plain text, it has no columns"):
         prepare(tmp_path, tmp_path / "a.txt", where="score > 1")
+
+
+def test_a_condition_that_no_row_meets_is_named(tmp_path: Path) -> None:
+    source = write_rows(tmp_path, "jsonl")
+    found = (
+        r"holds no text: all documents are empty or skipped, or data\.where=score > 2 is false; .* corpus or condition"
+    )
+    with pytest.raises(ValueError, match=found):
+        prepare(tmp_path, source, where="score > 2")
+    data = {"path": str(source), "where": "score > 2", "tokenizer": {"kind": "bytes"}}
+    with pytest.raises(ValueError, match=f"the sample {found}"):
+        estimate_text(RunConfig.model_validate({"data": data}))
 
 
 @pytest.mark.parametrize("where", ["score >", "a b", "{% if x %}", "score > 1 }}{{ 2"])
