@@ -150,13 +150,13 @@ class TokenShards(Ledger):
         return [line for line, is_warning in self._ledger() if is_warning]
 
     def text_line(self) -> str:
-        """Return what the text is, in a sentence."""
-        train, validation = (f"{self.tokens(split):,}" for split in ("train", "validation"))
-        documents, text_bytes = (sum(map(each, ("train", "validation"))) for each in (self.documents, self.text_bytes))
-        return (
-            f"text: {counted(documents, 'document')}, {text_bytes / 1e6:,.1f} MB, {train} tokens to train on and "
-            f"{validation} held out"
+        """Return what the text is, in a sentence. A document that is cut between both splits is one in each."""
+        size = sum(map(self.text_bytes, ("train", "validation"))) / 1e6
+        train, held_out = (
+            f"{self.tokens(split):,} tokens of {counted(self.documents(split), 'document')}"
+            for split in ("train", "validation")
         )
+        return f"text: {size:,.1f} MB; {train} to train on, {held_out} held out"
 
     def _ledger(self) -> Iterator[tuple[str, bool]]:
         """Yield sentences, and whether each is a warning."""

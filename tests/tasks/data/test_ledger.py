@@ -149,3 +149,12 @@ def test_a_corpus_of_one_sample_keeps_its_address_and_its_tokenizer(tmp_path: Pa
     source.write_text(json_lines(HELLOS))
     folder, _ = prepare(tmp_path, source, kind="bpe", tokenizer={"vocab_size": 300})
     assert folder.name == "d582379a686cea69"
+
+
+def test_a_document_that_is_cut_is_one_in_each_split_and_not_two(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("wander " * 200)
+    shards = prepare(tmp_path, source, kind="bytes")[1]
+    assert shards.text_line() == (
+        "text: 0.0 MB; 1,260 tokens of 1 document to train on, 141 tokens of 1 document held out"
+    )
