@@ -77,9 +77,10 @@ class Backend(ABC):
         """Kill what stands for a host, with its ranks where they cannot outlive it; the host's name."""
 
     def hang(self, run_dir: Path) -> psutil.Process:
-        """Stop a rank, which then neither works nor ends; returns it."""
+        """Stop a rank, which then neither works nor ends; returns it. Once it has stopped, a SIGTERM waits for it."""
         rank = ranks_of(run_dir)[-1]
         rank.suspend()
+        until(lambda: rank.status() == psutil.STATUS_STOPPED, "the rank has stopped")
         return rank
 
     def terminate_ranks(self, run_dir: Path) -> None:
