@@ -7,7 +7,11 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.forked import Forked, run_program, set_by_imports
+
+pytestmark = pytest.mark.slow
 
 SPEAKING = "tests.programs.speaking"
 
