@@ -62,9 +62,10 @@ class _FirstCopies(SkippedDocuments):
         self._seen = set[bytes]()
 
     def is_repeated(self, text_sha256: Callable[[], bytes]) -> bool:
-        known, digest = len(self._seen), text_sha256()[:16]
+        digest = text_sha256()
+        repeated = digest in self._seen
         self._seen.add(digest)
-        self.num_repeated += (repeated := len(self._seen) == known)
+        self.num_repeated += repeated
         return repeated
 
 

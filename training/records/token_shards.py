@@ -203,7 +203,10 @@ def documents_left_out(ledger: Ledger, examples: Sequence[str], *, read: str = "
 
 
 def characters_lost(ledger: Ledger, *, read: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield a sentence, if the tokenizer has lost characters, and whether it is a warning. `read`: as above."""
+    """Yield a sentence, if the tokenizer has lost characters, and whether it is a warning.
+
+    `read`: words for the part of the text that the counts are of.
+    """
     lost, characters = ledger.lost_characters, ledger.characters
     if not lost and not ledger.unknown_tokens:
         return

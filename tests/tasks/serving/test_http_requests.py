@@ -401,7 +401,7 @@ def test_clients_that_leave_while_they_wait_or_do_not_read_hold_nothing(client: 
         assert all(next(each) for each in lines)
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=long, timeout=0.5)
-        until(lambda: " 2.0" in metric_line(client, "shardline_requests_in_flight"), "who left is gone", within_s=10)
+        until(lambda: " 2.0" in metric_line(client, "shardline_requests_in_flight"), "who left is gone", within_s=1)
     until(lambda: " 0.0" in metric_line(client, "shardline_requests_in_flight"), "all are gone", within_s=20)
 
 
@@ -431,7 +431,7 @@ def test_a_thousand_idle_connections_and_a_reader_that_stalls(chatting: Store) -
             stalled.sendall(slow + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             until(lambda: " 1.0" in metric_line(client, "shardline_requests_in_flight"), "it runs", within_s=20)
             until(lambda: completion(client).status_code == 200, "its slot is free", within_s=20)
-            assert time.monotonic() - began < 3 + 7
+            assert time.monotonic() - began < 3 + 2
             until(lambda: " 0.0" in metric_line(client, "shardline_requests_in_flight"), "it ended", within_s=20)
             assert len(read_all(stalled)) < 128 * 100_000, "the prompt alone is longer: the rest was dropped"
             until(lambda: completion(client).status_code == 200, "another is served", within_s=20)
