@@ -15,8 +15,8 @@ from training.tracking.rows import read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-LONG_STEPS = 1000
-LONG = (f"train.steps={LONG_STEPS}", "train.log_every_steps=5", "checkpoint.every_steps=250")
+LONG_STEPS = 600
+LONG = (f"train.steps={LONG_STEPS}", "train.log_every_steps=5", "checkpoint.every_steps=150")
 
 
 @pytest.fixture(scope="module")
