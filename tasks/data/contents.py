@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import codecs
 import tarfile
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 from tasks.data.decompression import COMPRESSIONS
 
 UNPACK = "unpack it into a folder, and give that"
 RENAME = "give its name the suffix {}"
 TOKENS = "it is tokenized already: give the text that it was made from"
+SPACES = frozenset(" \n\uff0c\u3002\u3001")  # what parts words, in CJK too
 # Most significant bytes of the UTF-16 of what people write: letters, punctuation, kana, CJK and Korean.
 WRITTEN = frozenset([*range(0x07), *range(0x09, 0x10), 0x1E, 0x20, 0x21, 0x22, 0x30, *range(0x4E, 0xA0)]) | frozenset(
     [*range(0xAC, 0xD8), 0xFE, 0xFF]
 )
+T = TypeVar("T")
 
 
 class Content(NamedTuple):
@@ -77,7 +80,7 @@ def problem_of_bytes(head: bytes, *, encoding: str = "utf-8", wanted: str = "") 
             return "" if content.what == wanted else f"is {content.what}: {content.cure}"
     if wanted or encoding != "utf-8":
         return ""
-    if found := _utf16(head):
+    if found := _wide_encoding(head):
         return f"is {found}: set data.encoding={found}"
     if _are_integers(head):
         return f"is an array of integers: {TOKENS}"
@@ -94,10 +97,11 @@ def _is_tar(head: bytes) -> bool:
     return True
 
 
-def _utf16(head: bytes) -> str:
-    """Return the name of the encoding, utf-16 or utf-32, in which the bytes are text; empty if there is none."""
+def _wide_encoding(head: bytes) -> str:
+    """Return the name of the encoding, a utf-16 or a utf-32, in which the bytes are text; empty if there is none."""
     for mark, name in (
         (codecs.BOM_UTF32_LE, "utf-32"),
+        (codecs.BOM_UTF32_BE, "utf-32"),
         (codecs.BOM_UTF16_LE, "utf-16"),
         (codecs.BOM_UTF16_BE, "utf-16"),
     ):
@@ -108,6 +112,9 @@ def _utf16(head: bytes) -> str:
     for high, name in ((1, "utf-16-le"), (0, "utf-16-be")):
         highs, lows = head[high::2], head[1 - high :: 2]
         if 0 in highs and 0 not in lows and _share_of(highs, WRITTEN) > 0.95 and _decodes(head, name):
+            return name
+    for name in ("utf-32-le", "utf-32-be"):  # tokens of 4 bytes may decode, too, but have no such share of spaces
+        if _decodes(head, name) and _share_of(head[: len(head) // 4 * 4].decode(name), SPACES) > 0.02:
             return name
     return ""
 
@@ -120,7 +127,7 @@ def _decodes(head: bytes, encoding: str) -> bool:
     return "\0" not in text
 
 
-def _share_of(values: bytes, wanted: frozenset[int]) -> float:
+def _share_of(values: Sequence[T], wanted: frozenset[T]) -> float:
     return sum(value in wanted for value in values) / max(1, len(values))
 
 

@@ -1,5 +1,6 @@
 """Files whose first bytes say what they are, links, names, compression: all is read, or refused as what it is."""
 
+import codecs
 import gzip
 import json
 import lzma
@@ -114,6 +115,9 @@ def test_an_archive_that_is_named_is_refused_without_a_cure_that_cannot_help(tmp
         ("a.txt", "".join(STORIES).encode("utf-16-le"), "is utf-16-le: set data.encoding=utf-16-le"),
         ("a.txt", ("山中相送罷，日暮掩柴扉。\n" * 40).encode("utf-16-be"), "is utf-16-be: set data.encoding=utf-16-be"),
         ("a.txt", ("Привет, мир.\n" * 40).encode("utf-16-le"), "is utf-16-le: set data.encoding=utf-16-le"),
+        ("a.txt", "".join(STORIES).encode("utf-32-le"), "is utf-32-le: set data.encoding=utf-32-le"),
+        ("a.txt", ("山中相送罷，日暮掩柴扉。\n" * 40).encode("utf-32-be"), "is utf-32-be: set data.encoding=utf-32-be"),
+        ("a.txt", codecs.BOM_UTF32_BE + "".join(STORIES).encode("utf-32-be"), "is utf-32: set data.encoding=utf-32"),
         ("a.csv", "id,text\n1,Zoë\n".encode("utf-16"), "is utf-16: set data.encoding=utf-16"),
         ("a.jsonl", '{"text": "x"}\n'.encode("utf-32"), "is utf-32: set data.encoding=utf-32"),
     ],
@@ -130,7 +134,7 @@ def test_a_numpy_array_is_refused(tmp_path: Path) -> None:
         prepare(tmp_path, tmp_path / "a.txt")
 
 
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32", "utf-32-le", "utf-32-be"])
 def test_the_encoding_that_is_offered_reads_the_file(tmp_path: Path, encoding: str) -> None:
     source = tmp_path / "a.txt"
     source.write_bytes("".join(STORIES).encode(encoding))
