@@ -43,7 +43,8 @@ def pretrain(
         return stages.plan(config, stages.hardware(config))
     reconcile_statuses()
     run_id, changes = stages.choose_run(run_id, config, force=force)
-    with reported(run_id), tracked(config, run_id=run_id, tags=links.prefect_tags()) as run:
+    tracking = tracked(config, run_id=run_id, tags=links.prefect_tags())
+    with reported(run_id), tracking as run, stages.warm_node(config, run):
         links.link(run)
         if config.trainer.given:
             with stages.devices(config, run):

@@ -19,7 +19,8 @@ def reproduce(ref: str) -> Agreement:
     config, tags = pinned(original), {"shardline.reproduces": original.run_id}
     check_job(config)
     reconcile_statuses()
-    with tracked(config, run_id=stages.new_run_id(config.name), tags=links.prefect_tags() | tags) as run:
+    tracking = tracked(config, run_id=stages.new_run_id(config.name), tags=links.prefect_tags() | tags)
+    with tracking as run, stages.warm_node(config, run):
         links.link(run)
         shards_dir, shards = stages.tokenize(config, run)
         require_same_data(original, shards)

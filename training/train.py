@@ -6,6 +6,7 @@ it is started again, it resumes from the newest complete checkpoint, on disk or 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,12 +29,15 @@ from training.trainer.state import restore
 from training.trainer.stopper import Stopper
 
 
-def import_for(plan_path: str) -> None:
+def import_for(plan_path: str = "") -> None:
     """Import what training this plan needs besides this module, once per host (training/node/fork_server.py).
 
-    DeepSpeed is left out, because it starts a thread and opens GPUs: no process may be forked after that.
+    Without a plan, what every plan's model needs. DeepSpeed is left out, because it starts a thread and opens GPUs: no
+    process may be forked after that.
     """
-    import_model(RunPlan.read(Path(plan_path)))
+    importlib.import_module("transformers.modeling_utils")
+    if plan_path:
+        import_model(RunPlan.read(Path(plan_path)))
 
 
 def main(plan_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -29,9 +30,10 @@ from tasks.evaluation.checks import check_beside, check_prompts, check_tasks
 from tasks.evaluation.report import metrics_of, metrics_of_checkpoint, table_of, table_of_checkpoints
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
+from tasks.hardware.machine import gpus_here, usable_cores
 from tasks.inference.open_engine import open_engine
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
-from tasks.launch.local import kept_node
+from tasks.launch.local import imports_ahead, kept_node, wait_for_imports
 from tasks.launch.recovery import attempts_of
 from tasks.launch.slurm_allocation import held_nodes, note_run, run_before_requeue
 from tasks.operations import gpu_queue
@@ -162,12 +164,30 @@ def kept_on_store(config: RunConfig, run: TrackedRun, shards_dir: Path) -> Itera
 
 
 @contextmanager
-def devices(config: RunConfig, run: TrackedRun) -> Iterator[None]:
-    """Hold the GPUs that the run will use; while another run has them, a task in Prefect shows which run.
+def warm_node(config: RunConfig, run: TrackedRun) -> Iterator[None]:
+    """Fork the ranks of all stages on this machine from one process, which imports beside the stages before training.
 
-    The stages' ranks on this machine are forked from one process, so that only the first stage imports.
+    It opens no GPU.
     """
-    with gpu_queue.hold_gpus(config, run_id=run.run_id, wait=partial(wait_for_devices, run)), kept_node(run.folder):
+    ahead = None
+    if config.launch.launcher == "local" and not config.trainer.given:
+        cores, gpus = usable_cores(), gpus_here()
+        ahead = imports_ahead(
+            "training.train",
+            config.launch,
+            host=socket.gethostname(),
+            threads=max(1, cores // (config.parallel.asked_ranks or machines.default_ranks(gpus, cores))),
+            device_kind="cuda" if gpus else "cpu",
+            mlflow_run_id=run.mlflow_run_id,
+        )
+    with kept_node(run.folder, ahead):
+        yield
+
+
+@contextmanager
+def devices(config: RunConfig, run: TrackedRun) -> Iterator[None]:
+    """Hold the GPUs that the run will use; while another run has them, a task in Prefect shows which run."""
+    with gpu_queue.hold_gpus(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
         yield
 
 
@@ -197,8 +217,8 @@ def _inventory(config: RunConfig, folder: Path) -> Inventory:
         folder.mkdir(exist_ok=True)
         with counted_by_hosts(config, run_dir=folder):
             return check_hosts.prepare_hosts(config, run_dir=folder)
-    ranks = config.parallel.asked_ranks
-    return machines.check_hardware(home=home(), ranks=ranks)
+    wait_for_imports(folder)
+    return machines.check_hardware(home=home(), ranks=config.parallel.asked_ranks)
 
 
 @stage("Plan the run")

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,10 +29,9 @@ from tasks.hardware.machine import (
     Gpu,
     cpu_model,
     cpu_quota,
-    driver_gpus,
+    gpus_here,
     head_versions,
     usable_cores,
-    visible_gpus,
 )
 from tasks.workspace.processes import end_process, free_port
 from training.node.compiler import why_no_compile
@@ -77,14 +77,13 @@ def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -
     if ranks < 0:
         raise ValueError(f"ranks = {ranks}: give 1 or more, or 0 for one per GPU ({DEFAULT_CPU_RANKS} without GPUs)")
     home.mkdir(parents=True, exist_ok=True)
-    cores, memory_gib = usable_cores(), usable_memory_bytes() / GIB
-    gpus = visible_gpus(driver_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    cores, memory_gib, gpus = usable_cores(), usable_memory_bytes() / GIB, gpus_here()
     if gpus and ranks > len(gpus):
         raise ValueError(
             f"ranks = {ranks}, but {len(gpus)} GPUs are visible: lower parallel.ranks or set it to 0, "
             "or hide the GPUs to train on CPU (CUDA_VISIBLE_DEVICES=)"
         )
-    ranks = ranks or len(gpus) or min(DEFAULT_CPU_RANKS, cores)
+    ranks = ranks or default_ranks(gpus, cores)
     key = cache_key(cores=cores, gpus=gpus, ranks=ranks)
     cached = None if measure_again else find_cached(home, key)
     if cached is None:
@@ -120,6 +119,11 @@ def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -
             ),
         )
     )
+
+
+def default_ranks(gpus: Sequence[Gpu], cores: int) -> int:
+    """Return how many ranks there are if the config does not say it."""
+    return len(gpus) or min(DEFAULT_CPU_RANKS, cores)
 
 
 def with_host_facts(device: Device, memory_share_gib: float) -> Device:

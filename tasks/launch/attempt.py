@@ -16,6 +16,7 @@ from infra.hosts import HostError, on_each
 from tasks.launch.failure import FIRST_CAUSES, AttemptOutcome, classify
 from tasks.launch.launcher import ASKED, Host, Launcher, Node, Program
 from tasks.launch.lease import Lease
+from tasks.launch.rank_environment import node_environment
 from tasks.workspace.paths import fresh
 from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
@@ -90,13 +91,12 @@ class Attempt:
             master_port=port,
             local_address=host.address,
             interface=host.interface,
-            environment={
-                **program.environment,
-                **self._compile_caches(host),
-                **self.launch.nccl,
-                "OMP_NUM_THREADS": str(program.threads),
-                "SHARDLINE_HOST": host.name,
-            },
+            environment=node_environment(
+                {**program.environment, **self._compile_caches(host)},
+                self.launch,
+                threads=program.threads,
+                host=host.name,
+            ),
             secrets_on_stdin=bool(program.secrets),
             heartbeat=self.launcher.heartbeat,
             launcher_pid=self.launcher.pid_for_nodes,

@@ -2,7 +2,7 @@
 
 A Ctrl-C in the terminal reaches only this process, which sends SIGTERM to the node. The ranks then save a checkpoint
 and end together, not in the middle of a collective. Inside `kept_node` the node lives on when its program is done, and
-starts the ranks of the run's next program without imports.
+starts the ranks of the run's next program without imports; its own imports may begin before the first program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +25,22 @@ from tasks.launch.attempt import end_path
 from tasks.launch.failure import LAST_LINES, SIGKILL, AttemptOutcome, NodeState
 from tasks.launch.launcher import DONE, Host, LaunchedPlan, Node, Program, grace_s
 from tasks.launch.lease import FENCE_S, withdraw_leases
-from tasks.launch.rank_environment import NCCL, SPINS
+from tasks.launch.rank_environment import NCCL, SPINS, node_environment, rank_defaults
 from tasks.launch.standby import fits, standby_lease
 from tasks.runs.owner import RanksLauncher, ranks_launcher, tasks_of
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.processes import free_port, process_key
+from tasks.workspace.wait import until
+from training.config.launch import LaunchConfig
 from training.records.node import HandedTask, NodeTask
+from training.records.plan import torch_environment
 from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
 STACK_S = 1.0  # time for ranks that did not stop to write their Python stacks
 NODE_S = 5.0  # time for a node to end after its ranks
+IMPORTS_S = 120.0  # from a cold network disk they take a minute
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,72 @@ _kept: dict[Path, Standby | None] = {}  # run's folder -> the node that did the 
 
 
 @contextmanager
-def kept_node(run_dir: Path) -> Iterator[None]:
-    """Keep the node of each program of the run for the next one, and end it afterwards."""
-    _kept[run_dir] = None
+def kept_node(run_dir: Path, ahead: NodeTask | None = None) -> Iterator[None]:
+    """Keep the node of each program of the run for the next one, and end it afterwards.
+
+    `ahead`: a task like that of the first program (imports_ahead), whose imports begin at once.
+    """
+    _kept[run_dir] = _import_ahead(ahead, run_dir) if ahead is not None else None
     try:
         yield
     finally:
         if kept := _kept.pop(run_dir):
             kept.end()
+
+
+def imports_ahead(
+    module: str, launch: LaunchConfig, *, host: str, threads: int, device_kind: str, mlflow_run_id: str
+) -> NodeTask:
+    """Return a task for `kept_node` before there is a plan; a plan that gives ranks other threads cannot use it."""
+    torchs = torch_environment(device_kind)
+    environment = rank_defaults(torchs) | _own_environment(torchs, mlflow_run_id)
+    return NodeTask(
+        module=module,
+        master_port=0,
+        environment=node_environment(environment, launch, threads=threads, host=host),
+        launcher_pid=os.getpid(),
+        end="",
+    )
+
+
+def _import_ahead(task: NodeTask, run_dir: Path) -> Standby:
+    folder = standby_lease(run_dir).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    path, ready = folder / "ahead.json", folder / "ahead.ready"
+    ready.unlink(missing_ok=True)
+    task = task.model_copy(update={"ready": str(ready)})
+    task.write(path)
+    return Standby(_spawn(task, path, log=folder / "ahead.log"), task)
+
+
+def wait_for_imports(run_dir: Path) -> None:
+    """Wait until the imports that `kept_node` began are made: beside them, a measurement would be too low."""
+    if kept := _kept.get(run_dir):
+        ready = Path(kept.task.ready)
+        until(lambda: ready.exists() or kept.process.poll() is not None, timeout_s=IMPORTS_S, every_s=0.02)
+
+
+def _spawn(task: NodeTask, path: Path, *, log: Path) -> subprocess.Popen[bytes]:
+    """Start a node: of a program of ours it imports and waits for its task, a user's program it starts."""
+    environment = os.environ | {"MLFLOW_TRACKING_URI": tracking_uri()}  # not in the file: it may contain a password
+    if task.is_ours:  # so that a user's script can import its neighbours
+        environment["PYTHONSAFEPATH"] = "1"
+    with log.open("ab") as output:
+        # -P: a folder named `training` in the working directory must not be imported instead.
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "training.node", *(["--stand-by"] if task.is_ours else []), str(path)],
+            stdin=subprocess.PIPE if task.is_ours else subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _own_environment(torchs: Iterable[str], mlflow_run_id: str) -> dict[str, str]:
+    """Return what the user's environment has instead of defaults, and the run's ID in MLflow."""
+    own = {name: os.environ[name] for name in sorted({*NCCL, *SPINS, *torchs}) if name in os.environ}
+    return own | ({"MLFLOW_RUN_ID": mlflow_run_id} if mlflow_run_id else {})
 
 
 class ProcessNode(Node):
@@ -164,8 +226,8 @@ class LocalLauncher:
         return free_port()
 
     def take_over(self) -> None:
-        if self.standby is None:
-            end_earlier_attempt(self.run_dir, grace_s=grace_s(self.plan))
+        own = self.standby.process.pid if self.standby is not None else 0
+        end_earlier_attempt(self.run_dir, grace_s=grace_s(self.plan), but=own)
         end_containers(self.run_dir)
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
@@ -177,10 +239,7 @@ class LocalLauncher:
 
     def environment(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return the defaults, overridden by the user's variables on this machine; nodes inherit all others."""
-        defaults = {*NCCL, *SPINS, *self.plan.environment()}
-        environment = {name: os.environ[name] for name in sorted(defaults) if name in os.environ}
-        if run_id := getattr(self.plan, "mlflow_run_id", ""):
-            environment["MLFLOW_RUN_ID"] = run_id
+        environment = _own_environment(self.plan.environment(), getattr(self.plan, "mlflow_run_id", ""))
         if self.beside is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.beside
         return environment, {}
@@ -197,10 +256,10 @@ class LocalLauncher:
         (path,) = tasks.values()
         task, log_from = NodeTask.read(path), self.log.stat().st_size if self.log.exists() else 0
         warm, self.standby = self._usable(task), None
-        node = warm or Standby(self._spawn(program, task, path), task)
+        node = warm or self._start_node(task, path)
         if task.is_ours and not node.hand_over(path, log=self.log) and warm:
             logger.info("%s starts in a new process: the one that waited for it has ended", program.module)
-            warm, node = None, Standby(self._spawn(program, task, path), task)
+            warm, node = None, self._start_node(task, path)
             node.hand_over(path, log=self.log)
         self.node = ProcessNode(self.host.name, node, end_path=end_path(path), log=self.log, log_from=log_from)
         self.node.stood_by = warm is not None
@@ -216,28 +275,15 @@ class LocalLauncher:
             return None
         return self.standby
 
-    def _spawn(self, program: Program, task: NodeTask, path: Path) -> subprocess.Popen[bytes]:
-        """Start a node: of a program of ours it imports and waits for its task, a user's program it starts."""
-        environment = os.environ | {"MLFLOW_TRACKING_URI": tracking_uri()}  # not in the file: it may contain a password
-        if task.is_ours:  # so that a user's script can import its neighbours
-            environment["PYTHONSAFEPATH"] = "1"
-        with self.log.open("ab") as log:
-            # -P: a folder named `training` in the working directory must not be imported instead.
-            node = subprocess.Popen(
-                [sys.executable, "-P", "-m", "training.node", *(["--stand-by"] if task.is_ours else []), str(path)],
-                stdin=subprocess.PIPE if task.is_ours else subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+    def _start_node(self, task: NodeTask, path: Path) -> Standby:
+        node = _spawn(task, path, log=self.log)
         if self.beside is not None:  # with nice 19, its threads would still get 1.5% of every busy core
             os.sched_setscheduler(node.pid, os.SCHED_IDLE, os.sched_param(0))
-        return node
+        return Standby(node, task)
 
     def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
         path = standby_lease(self.run_dir).with_name(f"{host.name}.json")
-        self.standby = Standby(self._spawn(program, task, path), task)
+        self.standby = self._start_node(task, path)
 
     def close(self) -> None:
         """Keep the node of a program that is done for the run's next one, inside `kept_node`; end all others."""
@@ -271,9 +317,12 @@ def _end_child(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def end_earlier_attempt(run_dir: Path, *, grace_s: float) -> None:
-    """Stop ranks of an earlier start that outlived their launcher, because only one attempt may work on a run."""
-    if launcher := ranks_launcher(run_dir):
+def end_earlier_attempt(run_dir: Path, *, grace_s: float, but: int = 0) -> None:
+    """Stop ranks of an earlier start that outlived their launcher, because only one attempt may work on a run.
+
+    `but`: the PID of this start's own node, which stays.
+    """
+    if (launcher := ranks_launcher(run_dir)) and launcher.pid != but:
         logger.warning("ranks of an earlier start are still alive (pid %d): stopping them first", launcher.pid)
         _end(launcher, grace_s=grace_s)
 

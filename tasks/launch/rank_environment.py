@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -34,6 +35,16 @@ OBJECT_STORE = (
     "MLFLOW_S3_ENDPOINT_URL",
     "MLFLOW_S3_IGNORE_TLS",
 )
+
+
+def rank_defaults(torchs: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of all ranks that a user's own replace. `torchs`: those that torch reads (plan.py)."""
+    return {**NCCL, **SPINS, **torchs, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def node_environment(ranks: Mapping[str, str], launch: LaunchConfig, *, threads: int, host: str) -> dict[str, str]:
+    """Return the variables of a node's task. `ranks`: those of a program's ranks on all hosts."""
+    return {**ranks, **launch.nccl, "OMP_NUM_THREADS": str(threads), "SHARDLINE_HOST": host}
 
 
 def give_to_ranks(run_dir: Path, launch: LaunchConfig) -> None:

@@ -21,7 +21,7 @@ from tasks.launch.attempt import Attempt, new_folder
 from tasks.launch.failure import AttemptOutcome, cure_of
 from tasks.launch.host_set import choose_hosts, measured_hosts
 from tasks.launch.launcher import Host, LaunchedPlan, Launcher, Program, grace_s
-from tasks.launch.rank_environment import NCCL, SPINS
+from tasks.launch.rank_environment import rank_defaults
 from tasks.launch.rank_logs import RankMessages, Stacks, Steps
 from tasks.launch.standby import Standbys
 from tasks.runs.errors import RunFailed, RunStopped
@@ -298,7 +298,6 @@ def hosts_of_plan(plan: LaunchedPlan, launcher: Launcher) -> tuple[str, ...]:
 
 def _program(module: str, plan: LaunchedPlan, launcher: Launcher, ranks: dict[str, int], *, run_dir: Path) -> Program:
     environment, secrets = launcher.environment()
-    defaults = {**NCCL, **SPINS, **plan.environment(), "TOKENIZERS_PARALLELISM": "false"}
     return Program(
         run_id=plan.run_id,
         ranks=ranks,
@@ -306,7 +305,7 @@ def _program(module: str, plan: LaunchedPlan, launcher: Launcher, ranks: dict[st
         prefix=nsight.prefix(module, plan, run_dir=run_dir),
         working_dir=plan.working_dir(run_dir),
         threads=plan.threads_per_rank,
-        environment={**defaults, **environment},
+        environment=rank_defaults(plan.environment()) | environment,
         secrets=secrets,
         grace_s=grace_s(plan),
         compile_cache=launcher.compile_cache() if _compiles(plan) else None,

@@ -4,10 +4,11 @@
 
 The imports, 7 s on one core for training, are made once for all ranks of a host, and a standby (training/node) makes
 them before it is needed; it then makes the file READY. It imports the module, and calls the module's `import_for`, if
-there is one, with the ranks' arguments: otherwise each rank would import later what a model's class or a strategy
-needs. An order, one line of JSON over standard input, says which ranks of which program to fork. Their results are
-written to the file that it names, in the form of torchrun's reports. With several hosts, the first one's server keeps
-the store of the ranks' rendezvous, as torchrun's agent does (docs.pytorch.org/docs/stable/elastic/run.html).
+there is one, with the ranks' arguments, as far as they are known: otherwise each rank would import later what a model's
+class or a strategy needs. An order, one line of JSON over standard input, says which ranks of which program to fork.
+Their results are written to the file that it names, in the form of torchrun's reports. With several hosts, the first
+one's server keeps the store of the ranks' rendezvous, as torchrun's agent does
+(docs.pytorch.org/docs/stable/elastic/run.html).
 
 After ranks that all came to their end it takes the next order, for another program of the same run; it ends with its
 input, or with an order that failed. A child of it carries each order out, because the store has threads, and no process

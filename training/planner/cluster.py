@@ -23,7 +23,8 @@ ASSUMED = {
 }
 LINKS = ("allreduce_gb_per_s", "allreduce_latency_us", "network_gb_per_s", "network_latency_us")
 ALIKE = 1.15  # devices of one name whose rates or memory differ by less are alike: by chance, equal ones do by 10%
-CPU_ATTENTION = 0.34  # of the rate of fp32 products, in any precision: 80 of 235 GFLOP/s a core, heads of 32 to 128
+# Of the rate of fp32 products, heads of 32 to 128: 80 of 235 GFLOP/s a core; in bf16, on a CPU that has it, 60.
+CPU_ATTENTION, CPU_ATTENTION_16_BITS = 0.34, 0.25
 # Of the rate of products, by the first digit of the compute capability: what torch's attention reaches forward and
 # backward. FlashAttention-2: 189 TFLOP/s of 265 on A100 (Dao 2023, arXiv:2307.08691, figure 4), 322 of 791 on H100
 # (Shah et al. 2024, figure 6). Before Ampere torch's memory-efficient kernel, about half of that (figure 4). On
@@ -200,7 +201,7 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
         network=Ring(links["network"], links["network_us"]),
         assumed=tuple(assumed),
         is_measured=all(min(each) > 0 for each in rates),
-        attention_tflops=threads * CPU_ATTENTION * (fp32 or slowest)
+        attention_tflops=threads * (CPU_ATTENTION if precision == "fp32" else CPU_ATTENTION_16_BITS) * (fp32 or slowest)
         if kind == "cpu"
         else min(
             attention_tflops(device, precision) or ATTENTION["8"] * slowest for host in hosts for device in host.devices

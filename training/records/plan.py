@@ -242,6 +242,14 @@ def describe_stages(stages: Stages) -> str:
     return f" of {' | '.join(' + '.join(map(str, sizes)) for sizes in stages)} layers" if stages else ""
 
 
+def torch_environment(device_kind: str) -> dict[str, str]:
+    """Return the variables that torch reads before any of our code runs.
+
+    Segments that grow waste less memory where sizes vary (pytorch.org/docs/stable/notes/cuda.html).
+    """
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if device_kind == "cuda" else {}
+
+
 class RankPlan(Record):
     """A plan's part that ranks read, to train or to evaluate: the model's text, its shape, and how they share both.
 
@@ -354,11 +362,8 @@ class RankPlan(Record):
         return {"module": module, "script": "", "args": (str(run_dir / "plan.json"),)}
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that ranks need besides: of what torch reads before any of our code runs.
-
-        Segments that grow waste less memory where sizes vary (pytorch.org/docs/stable/notes/cuda.html).
-        """
-        return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if self.device_kind == "cuda" else {}
+        """Return the variables that ranks need besides."""
+        return torch_environment(self.device_kind)
 
     def working_dir(self, run_dir: Path) -> str:
         return "/"

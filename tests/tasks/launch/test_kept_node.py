@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tasks.launch import programs
-from tasks.launch.local import kept_node
+from tasks.launch.local import imports_ahead, kept_node, wait_for_imports
 from tasks.launch.recovery import attempts_of
 from tests.support.backends import Local, nodes_of, ranks_of
 from tests.support.launched_runs import causes, curve
@@ -54,9 +54,17 @@ def export(run_dir: Path) -> None:
 
 def fork_server(run_dir: Path) -> psutil.Process:
     """The process that has imported."""
-    (node,) = nodes_of(run_dir)
-    (server,) = (child for child in node.children() if "training.node.fork_server" in child.cmdline())
+    family = {process for node in nodes_of(run_dir) for process in (node, *node.children())}
+    (server,) = (process for process in family if "training.node.fork_server" in process.cmdline())
     return server
+
+
+def kill_while_it_waits(run_dir: Path) -> None:
+    server = fork_server(run_dir)
+    node = server.parent()
+    assert node is not None
+    server.kill()
+    psutil.wait_procs([node], timeout=10)
 
 
 @contextmanager
@@ -88,6 +96,30 @@ def test_later_programs_are_forked_from_the_first_ones_imports(run_dir: Path, ex
     assert "exported step 4" not in logs["train.log"] + logs["evaluate.log"]
 
 
+@contextmanager
+def imported_ahead(run_dir: Path) -> Iterator[None]:
+    plan = RunPlan.read(run_dir / "plan.json")
+    task = imports_ahead(
+        "training.train",
+        plan.config.launch,
+        host=plan.hosts[0],
+        threads=plan.threads_per_rank,
+        device_kind="cpu",
+        mlflow_run_id=plan.mlflow_run_id,
+    )
+    with kept_node(run_dir, task):
+        wait_for_imports(run_dir)
+        yield
+
+
+def test_imports_that_began_before_the_plan_are_the_first_programs(run_dir: Path, expected: dict[int, float]) -> None:
+    with imported_ahead(run_dir):
+        train(run_dir)
+    assert [len(attempt["stood_by"]) for attempt in attempts_of(run_dir)] == [1]
+    assert curve(run_dir) == expected
+    assert not nodes_of(run_dir)
+
+
 def test_the_run_goes_on_when_the_process_of_the_imports_is_killed(run_dir: Path, expected: dict[int, float]) -> None:
     with kept_node(run_dir):
         for program in (train, evaluate, export):
@@ -103,15 +135,15 @@ def test_a_process_that_waits_is_not_used_once_killed_or_for_another_environment
     run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    with kept_node(run_dir):
+    with imported_ahead(run_dir):
+        kill_while_it_waits(run_dir)
         train(run_dir)
-        (node,) = nodes_of(run_dir)
-        fork_server(run_dir).kill()
-        psutil.wait_procs([node], timeout=10)
+        kill_while_it_waits(run_dir)
         evaluate(run_dir)
         monkeypatch.setenv("NCCL_DEBUG", "INFO")
         export(run_dir)
     assert causes(run_dir) == ["done"] * 3
     assert [attempt["stood_by"] for attempt in attempts_of(run_dir)] == [[]] * 3
-    assert "training.evaluate starts in a new process: the one that waited for it has ended" in caplog.text
+    for program in ("training.train", "training.evaluate"):
+        assert f"{program} starts in a new process: the one that waited for it has ended" in caplog.text
     assert "training.export starts in a new process: its environment is another" in caplog.text

@@ -51,6 +51,25 @@ def test_zero_stages_shard_optimizer_then_gradients_then_weights() -> None:
     assert parts["zero3"]["weights"] == pytest.approx(parts["ddp"]["weights"] / 4)
 
 
+def test_16_bits_on_a_cpu_save_time_in_products_alone() -> None:
+    """What lies between products is arithmetic there, which takes no less time in bf16, and attention takes more."""
+    here = inventory(2)
+    device = here.hosts[0].devices[0].model_copy(update={"matmul_tflops": {"fp32": 0.2, "bf16": 0.4}})
+    here = Inventory(hosts=(here.hosts[0].model_copy(update={"devices": (device, device)}),))
+
+    def parts(strategy: str, precision: str) -> dict[str, float]:
+        config = tiny_config(parallel__strategy=strategy, parallel__precision=precision, model__dropout=0.0)
+        return make_plan(config, here).predicted.step_s
+
+    fp32, bf16, carried = parts("ddp", "fp32"), parts("ddp", "bf16"), parts("fsdp", "bf16")
+    assert bf16["products"] < 0.6 * fp32["products"]
+    assert bf16["memory-bound"] >= 0.99 * fp32["memory-bound"]
+    assert bf16["attention"] > fp32["attention"]
+    assert carried["memory-bound"] > bf16["memory-bound"]
+    auto = tiny_config(parallel__strategy="auto", parallel__precision="auto", model__dropout=0.0)
+    assert (make_plan(auto, here).strategy, make_plan(auto, here).precision) == ("ddp", "bf16")
+
+
 def test_flops_per_token_of_gpt2_small() -> None:
     """PaLM's formula for GPT-2 small at 1024 tokens: 6 x (124.4 M - 0.8 M positions) + 12 x 12 x 768 x 1024."""
     config = tiny_config(

@@ -179,8 +179,9 @@ def _output_layer(step: Step) -> Pass:
     words, width = job.shape.vocab_size / step.layout.tp, job.shape.width
     num_products = 3 if is_ours else 1
     chunks = -(-tokens // chunk_tokens(job.width_bytes)) if is_ours else 1
+    number_bytes = job.width_bytes if step.cluster.kind == "cuda" else 4  # a CPU takes as long for one in 16 bits
     # fp32 logits, read and written three times; ours, in the products' width, are read four times and written once
-    moved = tokens * words * (5 * job.width_bytes if is_ours else 12)
+    moved = tokens * words * (5 * number_bytes if is_ours else 12)
     moved += chunks * 8 * words * width if is_ours else 0  # the gradient's sum over chunks
     products = num_products * chunks * _product_s(step, tokens / chunks, width, words)
     return Pass(products=products, memory=step.copied_s(moved))
