@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -42,6 +43,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for no garbage while tests import, and never in what they imported: pytest would five times at its end.
+
+    Half of a collection's time, 5 s of a core in each worker.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> Iterator[None]:
     """A test marked `long` is `slow` as well, so that it needs one mark only; a slow test may take minutes.
 
@@ -68,9 +83,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     programs that count a model's parameters and compare its weights start there as well: 5 s of a core each.
     """
     if "tests.support.ranks" in sys.modules:
-        imported = ["tests.support.rank_imports"]
+        imported = ["tests.support.gc_off", "tests.support.rank_imports"]
         if any(item.get_closest_marker("slow") for item in session.items):  # the others have few commands and servers
-            imported.insert(0, "tests.support.command_imports")
+            imported.insert(1, "tests.support.command_imports")
         engine.PRELOADED.extend(imported)
         SERVER.set_forkserver_preload(imported)
         forkserver.ensure_running()

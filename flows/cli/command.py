@@ -7,6 +7,7 @@ that it needs by itself, so that --help answers at once.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import logging
 import os
@@ -35,6 +36,7 @@ PLACES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    gc.set_threshold(50_000)  # with 700, a fifth of the imports' time goes to looking for garbage
     options = parse_command(arguments)
     _set_up_logging(verbose=options.verbose)
     signal.signal(signal.SIGTERM, _interrupt)

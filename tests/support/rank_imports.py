@@ -20,5 +20,5 @@ if DEVICE_KIND == "cpu":  # else each rank does: with CUDA touched here, no rank
     import_module("deepspeed.runtime.superoffload.superoffload_stage3")
     import_module("deepspeed.runtime.zero.muon.original_muon")
 
-gc.collect()
 gc.freeze()  # otherwise each rank's first garbage collection copies all pages of the imports
+gc.enable()

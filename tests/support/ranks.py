@@ -25,7 +25,7 @@ from training.records.train_result import TrainResult
 from training.tracking.rows import METRICS, read_rows
 
 BACKEND = "SHARDLINE_TEST_BACKEND"  # nccl_like: the ranks' groups are those of tests/support/nccl_like.py
-SERVER.set_forkserver_preload(["tests.support.rank_imports"])
+SERVER.set_forkserver_preload(["tests.support.gc_off", "tests.support.rank_imports"])
 
 
 def _run_rank(program: str, plan_path: Path, environment: dict[str, str], log_path: Path) -> None:
