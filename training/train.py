@@ -7,6 +7,7 @@ it is started again, it resumes from the newest complete checkpoint, on disk or 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,10 +33,13 @@ from training.trainer.stopper import Stopper
 def import_for(plan_path: str = "") -> None:
     """Import what training this plan needs besides this module, once per host (training/node/fork_server.py).
 
-    Without a plan, what every plan's model needs. DeepSpeed is left out, because it starts a thread and opens GPUs: no
-    process may be forked after that.
+    Without a plan, what every plan needs. DeepSpeed is left out, because it starts a thread and opens GPUs: no process
+    may be forked after that.
     """
     importlib.import_module("transformers.modeling_utils")
+    if os.environ.get("MLFLOW_RUN_ID"):  # the rank that writes metrics would import it before its first step
+        os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # of pyarrow, which it imports
+        importlib.import_module("mlflow")
     if plan_path:
         import_model(RunPlan.read(Path(plan_path)))
 

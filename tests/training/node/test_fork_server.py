@@ -26,6 +26,7 @@ from training import train
 train.import_for(sys.argv[1])
 report = {"asked_gpus": list(asked_gpus), "threads": len(os.listdir("/proc/self/task"))}
 imported = set(sys.modules)
+report["sends_metrics"] = "mlflow" in imported
 train.main(Path(sys.argv[1]))
 report["later"] = sorted(set(sys.modules) - imported)
 print(json.dumps(report))
@@ -36,10 +37,10 @@ print(json.dumps(report))
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_ranks_import_next_to_nothing_themselves(make_run: Callable[..., Path], strategy: str) -> None:
     path = make_run(f"imports-{strategy}", ranks=1, parallel__strategy=strategy, train__steps=1)
-    done = subprocess.run(
-        [sys.executable, "-c", REPORT, str(path)], env=rank_env(), capture_output=True, text=True, check=True
-    )
+    command, env = [sys.executable, "-c", REPORT, str(path)], rank_env() | {"MLFLOW_RUN_ID": "that of a plan"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["threads"] == 1, "a fork meets no thread"
     assert report["asked_gpus"] == [], "nor an open GPU"
+    assert report["sends_metrics"]
     assert len(report["later"]) < 10, report["later"]
