@@ -136,7 +136,7 @@ def test_a_machine_whose_gpus_torch_cannot_use_does_not_train_on_its_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver lists a GPU; torch, measured for real, is this environment's."""
-    monkeypatch.setattr("tasks.hardware.measure.driver_gpus", lambda: (Gpu(name="H100", uuid="GPU-a", driver="535"),))
+    monkeypatch.setattr("tasks.hardware.machine.driver_gpus", lambda: (Gpu(name="H100", uuid="GPU-a", driver="535"),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ValueError, match=r"GPUs are visible \(1 x H100\), but torch .*: install"):
         check_hardware(home=tmp_path)
