@@ -217,7 +217,8 @@ def _inventory(config: RunConfig, folder: Path) -> Inventory:
         folder.mkdir(exist_ok=True)
         with counted_by_hosts(config, run_dir=folder):
             return check_hosts.prepare_hosts(config, run_dir=folder)
-    wait_for_imports(folder)
+    with time_progress("importing torch for training, beside which nothing is measured"):
+        wait_for_imports(folder)
     return machines.check_hardware(home=home(), ranks=config.parallel.asked_ranks)
 
 

@@ -124,7 +124,8 @@ def wait_for_imports(run_dir: Path) -> None:
     """Wait until the imports that `kept_node` began are made: beside them, a measurement would be too low."""
     if kept := _kept.get(run_dir):
         ready = Path(kept.task.ready)
-        until(lambda: ready.exists() or kept.process.poll() is not None, timeout_s=IMPORTS_S, every_s=0.02)
+        if not until(lambda: ready.exists() or kept.process.poll() is not None, timeout_s=IMPORTS_S, every_s=0.02):
+            logger.warning("training's imports take longer than %.0f s: rates measured meanwhile are too low", IMPORTS_S)
 
 
 def _spawn(task: NodeTask, path: Path, *, log: Path) -> subprocess.Popen[bytes]:

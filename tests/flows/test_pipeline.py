@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tasks.launch.recovery import attempts_of
 from tasks.workspace.processes import local_process
 from tests.support.ranks import losses
 from tests.support.user_folder import AS_FILES, DEADLINE_S, UserFolder, wait_for_step
@@ -44,6 +45,13 @@ def test_the_first_run_ends_as_champion_with_exact_figures(first: dict[str, Any]
     assert first["generated"].startswith("the ")
     assert list(first["stage_s"]) == [
         "tokenize", "hardware", "plan", "train", "evaluate", "export", "register", "generate"
+    ]  # fmt: skip
+
+
+def test_no_stage_of_it_imports_for_itself(first: dict[str, Any], user_folder: UserFolder) -> None:
+    attempts = attempts_of(user_folder.home / first["run_id"])
+    assert [attempt["program"] for attempt in attempts if attempt["stood_by"]] == [
+        "training.train", "training.evaluate", "training.export"
     ]  # fmt: skip
 
 
