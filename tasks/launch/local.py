@@ -125,7 +125,7 @@ def wait_for_imports(run_dir: Path) -> None:
     if kept := _kept.get(run_dir):
         ready = Path(kept.task.ready)
         if not until(lambda: ready.exists() or kept.process.poll() is not None, timeout_s=IMPORTS_S, every_s=0.02):
-            logger.warning("training's imports take longer than %.0f s: rates measured meanwhile are too low", IMPORTS_S)
+            logger.warning("imports take longer than %.0f s: rates measured beside them are too low", IMPORTS_S)
 
 
 def _spawn(task: NodeTask, path: Path, *, log: Path) -> subprocess.Popen[bytes]:
