@@ -99,8 +99,8 @@ def imports_ahead(
     module: str, launch: LaunchConfig, *, host: str, threads: int, device_kind: str, mlflow_run_id: str
 ) -> NodeTask:
     """Return a task for `kept_node` before there is a plan; a plan that gives ranks other threads cannot use it."""
-    torchs = torch_environment(device_kind)
-    environment = rank_defaults(torchs) | _own_environment(torchs, mlflow_run_id)
+    of_torch = torch_environment(device_kind)
+    environment = rank_defaults(of_torch) | _own_environment(of_torch, mlflow_run_id)
     return NodeTask(
         module=module,
         master_port=0,
@@ -145,9 +145,9 @@ def _spawn(task: NodeTask, path: Path, *, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def _own_environment(torchs: Iterable[str], mlflow_run_id: str) -> dict[str, str]:
+def _own_environment(of_torch: Iterable[str], mlflow_run_id: str) -> dict[str, str]:
     """Return what the user's environment has instead of defaults, and the run's ID in MLflow."""
-    own = {name: os.environ[name] for name in sorted({*NCCL, *SPINS, *torchs}) if name in os.environ}
+    own = {name: os.environ[name] for name in sorted({*NCCL, *SPINS, *of_torch}) if name in os.environ}
     return own | ({"MLFLOW_RUN_ID": mlflow_run_id} if mlflow_run_id else {})
 
 

@@ -37,9 +37,9 @@ OBJECT_STORE = (
 )
 
 
-def rank_defaults(torchs: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of all ranks that a user's own replace. `torchs`: those that torch reads (plan.py)."""
-    return {**NCCL, **SPINS, **torchs, "TOKENIZERS_PARALLELISM": "false"}
+def rank_defaults(of_torch: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of all ranks that a user's own replace. `of_torch`: those that torch reads (plan.py)."""
+    return {**NCCL, **SPINS, **of_torch, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def node_environment(ranks: Mapping[str, str], launch: LaunchConfig, *, threads: int, host: str) -> dict[str, str]:
