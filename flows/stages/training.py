@@ -217,9 +217,12 @@ def _inventory(config: RunConfig, folder: Path) -> Inventory:
         folder.mkdir(exist_ok=True)
         with counted_by_hosts(config, run_dir=folder):
             return check_hosts.prepare_hosts(config, run_dir=folder)
-    with time_progress("importing torch; the hardware is measured afterwards"):
-        wait_for_imports(folder)
-    return machines.check_hardware(home=home(), ranks=config.parallel.asked_ranks)
+
+    def before_measuring() -> None:
+        with time_progress("importing torch; the hardware is measured afterwards"):
+            wait_for_imports(folder)
+
+    return machines.check_hardware(home=home(), ranks=config.parallel.asked_ranks, before_measuring=before_measuring)
 
 
 @stage("Plan the run")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -67,10 +67,13 @@ class HardwareCache(Record):
     entries: tuple[CachedMeasurement, ...] = ()
 
 
-def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -> Inventory:
+def check_hardware(
+    *, home: Path, ranks: int = 0, measure_again: bool = False, before_measuring: Callable[[], None] = lambda: None
+) -> Inventory:
     """Return this host as an inventory with one device per rank: GPUs if there are any, otherwise shares of the cores.
 
-    `ranks` 0: one per visible GPU, or two on a host without (one if it has one core).
+    `ranks` 0: one per visible GPU, or two on a host without (one if it has one core). `before_measuring` is called if
+    the rates are not known.
     Raises ValueError for ranks below 0 or more than GPUs, and for GPUs that torch cannot use; RuntimeError if the
     measurement fails.
     """
@@ -87,6 +90,7 @@ def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -
     key = cache_key(cores=cores, gpus=gpus, ranks=ranks)
     cached = None if measure_again else find_cached(home, key)
     if cached is None:
+        before_measuring()
         busy = is_busy()
         cached = CachedMeasurement(
             key=key,

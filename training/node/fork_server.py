@@ -2,7 +2,7 @@
 
     python -m training.node.fork_server READY MODULE [ARGUMENT…]
 
-The imports, 7 s on one core for training, are made once for all ranks of a host, and a standby (training/node) makes
+The imports, 3 to 7 s of a core for training, are made once for all ranks of a host, and a standby (training/node) makes
 them before it is needed; it then makes the file READY. It imports the module, and calls the module's `import_for`, if
 there is one, with the ranks' arguments, as far as they are known: otherwise each rank would import later what a model's
 class or a strategy needs. An order, one line of JSON over standard input, says which ranks of which program to fork.
