@@ -207,9 +207,8 @@ class KubernetesLauncher:
     ) -> Mapping[str, HostError]:
         folder = next(iter(tasks.values())).parent
         try:
-            kind = self.cluster.kind()
             group = self._group(program, folder, tuple(tasks))
-            addresses = {name: address(group, number, kind) for number, name in enumerate(tasks)}
+            addresses = {name: address(group, number) for number, name in enumerate(tasks)}
             for number, (name, path) in enumerate(tasks.items()):
                 _write_task(path, number, addresses[name], master=next(iter(addresses.values())))
             watch = GroupWatch(self.cluster, group)
@@ -217,7 +216,7 @@ class KubernetesLauncher:
             for name, path in tasks.items():
                 watch.nodes[name] = PodNode(name, watch, end_path=end_path(path), log=self.log_path(name))
                 add(watch.nodes[name])
-            self.cluster.start(group, kind)
+            self.cluster.start(group)
             watch.start()
             return self._wait_until_started(watch)
         except ClusterError as error:
