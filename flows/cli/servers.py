@@ -22,7 +22,7 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     up.add_argument("--no-password", action="store_true", help="let everybody who reaches Prefect's port run commands")
     down = command("down", _down, "stop the services that `up` started; stop all runs first, or use --force")
     down.add_argument("--force", action="store_true", help="also stop the runs under way; each saves a checkpoint")
-    about = "make prefect.yaml's deployments in Prefect, as `up` does; what was set on their pages stays"
+    about = "make prefect.yaml's deployments in Prefect, as `up` does; one that exists keeps its settings"
     deployed = command("deploy", _deploy, about)
     about = "take prefect.yaml's settings for this deployment, instead of those that were set on its page"
     deployed.add_argument("--reset", metavar="NAME", action="append", default=[], help=about)
@@ -114,7 +114,6 @@ def _deploy(options: argparse.Namespace) -> None:
     rows = []
     for name, changes in changed.items():
         parts = (
-            ("brought up to date", changes.followed),
             ("as set in Prefect", changes.kept),
             ("taken off, as this version does not have them", changes.dropped),
         )
