@@ -195,7 +195,6 @@ class LatencyReport(Record):
 
     device: str
     figures: tuple[LatencyFigure, ...]
-    skipped: dict[str, str]  # engine -> why it has no figures
     seconds: float
 
     def served_ms(self, precision: str) -> float | None:
