@@ -48,6 +48,6 @@ def mlflow_page(run: TrackedRun, tab: str = "") -> str:
 
 
 def open_mlflow() -> str:
-    """Return MLflow's address for people; the command that starts it on the store of SHARDLINE_HOME, with a password."""
+    """Return MLflow's address for people, or the command that starts it, with a password, on SHARDLINE_HOME's store."""
     uri = mlflow_url()
     return uri if os.environ.get("MLFLOW_TRACKING_URI") or uri.startswith("http") else f"{command('shardline')} up"
