@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from infra.heartbeat import Heartbeat
+
 Object = dict[str, Any]
 
 # Labels find Shardline's objects; annotations hold the same values without a label's limits.
@@ -34,15 +36,6 @@ SECRET_FOLDER, SECRET_FILE = "/run/shardline", "secrets.json"
 WITH_SECRET = ("sh", "-c", f'exec "$@" <{SECRET_FOLDER}/{SECRET_FILE}', "sh")
 KEPT_S = 86_400  # after this long the cluster removes ended pods and their logs, if no launcher did
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The container is ready while this file was touched less than `max_age_s` ago; the image needs sh and stat."""
-
-    path: str
-    max_age_s: int = 60
-    every_s: int = 15
 
 
 @dataclass(frozen=True)
@@ -253,9 +246,8 @@ def _container(group: PodGroup) -> Object:
 
 
 def _readiness(heartbeat: Heartbeat) -> Object:
-    age = f"$(( $(date +%s) - $(stat -c %Y '{heartbeat.path}') ))"
     return {
-        "exec": {"command": ["sh", "-c", f'[ "{age}" -lt {heartbeat.max_age_s} ]']},
+        "exec": {"command": ["sh", "-c", heartbeat.check]},
         "periodSeconds": heartbeat.every_s,
         "timeoutSeconds": 10,
         "failureThreshold": 1,

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from infra.heartbeat import Heartbeat
 from infra.hosts import HostError
 from infra.kubernetes import KILL_GRACE_S, Cluster, ClusterError, PodLogFollower
-from infra.pods import Heartbeat, PodGroup, PodState, address
+from infra.pods import PodGroup, PodState, address
 from tasks.hardware.pods import GONE_S, INDEX, PodSlot, StartWait, cluster_of, pod_group, slots_of_cluster
 from tasks.launch.attempt import end_path
 from tasks.launch.failure import LAST_LINES, UNKNOWN, AttemptOutcome, NodeState
@@ -38,7 +39,7 @@ LOG_S = 3.0  # time to read the last lines of a log
 BEFORE_READY_S = 60.0  # from a pod's start to its first heartbeat
 END_S = 30.0  # time for the node program to end after its ranks
 SIGKILLED = 137
-HEARTBEAT = Heartbeat(path="/tmp/heartbeat", max_age_s=60, every_s=15)
+HEARTBEAT = Heartbeat(path="/tmp/heartbeat")
 
 
 class PodNode(Node):

@@ -20,6 +20,7 @@ from training.records.checkpoint import (
     finished_checkpoints,
     kept_steps,
 )
+from training.records.record import DamagedRecord
 from training.store.urls import check_url, is_url
 
 logger = logging.getLogger(__name__)
@@ -90,8 +91,12 @@ class RunOnStore:
 
     def prune(self, config: RunConfig) -> None:
         """Delete the checkpoints that no rule keeps, and incomplete ones of killed uploads."""
-        there = self.steps()
-        whole = [self._manifest(step) for step in there]
+        there, whole = self.steps(), list[CheckpointManifest]()
+        for step in there:
+            try:
+                whole.append(self._manifest(step))
+            except DamagedRecord as error:
+                logger.warning("the checkpoint counts as incomplete: %s", error.problem)
         if not whole:
             return
         kept, oldest = kept_steps(whole, config), whole[-config.checkpoint.keep_last :][0].step
@@ -157,8 +162,9 @@ class RunOnStore:
 
     def _manifest(self, step: int) -> CheckpointManifest:
         if step not in self._manifests:
-            content = read_bytes(f"{self.url}/checkpoints/{step:08d}/{CHECKPOINT_MANIFEST}")
-            self._manifests[step] = CheckpointManifest.model_validate_json(content)
+            url = f"{self.url}/checkpoints/{step:08d}/{CHECKPOINT_MANIFEST}"
+            content = read_bytes(url)
+            self._manifests[step] = CheckpointManifest.of_content(content, url)
         return self._manifests[step]
 
 

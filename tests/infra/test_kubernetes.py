@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from infra import pods
+from infra.heartbeat import Heartbeat
 from infra.kubernetes import Access, Cluster, ClusterError, PodLogFollower
-from infra.pods import Claim, Heartbeat, PodGroup, group_name, label_value, read_pod
+from infra.pods import Claim, PodGroup, group_name, label_value, read_pod
 from tests.support.kubernetes_api import KubernetesApi, validate, why_no_pods
 from tests.support.waiting import until
 

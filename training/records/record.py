@@ -23,12 +23,12 @@ class DamagedRecord(ValueError):
     `problem`: the message without the cure, for callers who have another.
     """
 
-    def __init__(self, path: Path, why: str, *, cure: str = "restore it from a copy, or move it away") -> None:
+    def __init__(self, path: Path | str, why: str, *, cure: str = "restore it from a copy, or move it away") -> None:
         self.problem = f"{path} {why}"
         super().__init__(f"{self.problem}: {cure}")
 
     @classmethod
-    def of(cls, path: Path, error: ValidationError) -> Self:
+    def of(cls, path: Path | str, error: ValidationError) -> Self:
         """Describe what does not fit first. A field that is not known here is of a later version."""
         problems = error.errors(include_input=False, include_url=False)
         unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
@@ -45,15 +45,46 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def write(self, path: Path) -> None:
-        write_atomically(path, self.model_dump_json(indent=2) + "\n")
+        write_atomically(path, self.content())
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read the record. Raises DamagedRecord, or FileNotFoundError."""
+        return cls.of_content(_content(path), path)
+
+    def content(self) -> bytes:
+        """Return the bytes of the record's file."""
+        return f"{self.model_dump_json(indent=2)}\n".encode()
+
+    @classmethod
+    def of_content(cls, content: bytes, path: Path | str) -> Self:
+        """Read the record from the bytes of its file. Raises DamagedRecord, which names the file."""
         try:
-            return cls.model_validate_json(_content(path), context=RECORD)
+            return cls.model_validate_json(content, context=RECORD)
         except ValidationError as error:
             raise DamagedRecord.of(path, error) from None
+
+
+class SealedRecord(Record):
+    """A record whose file ends in the sha256 of all bytes before it, so that no change of a byte goes unseen."""
+
+    def content(self) -> bytes:
+        body = super().content().removesuffix(b"\n}\n")
+        return body + _seal(body)
+
+    @classmethod
+    def of_content(cls, content: bytes, path: Path | str) -> Self:
+        body, separator, rest = content.rpartition(SEAL)
+        if separator + rest != _seal(body):
+            raise DamagedRecord(path, "was changed after it was written: its content has another sha256 than it says")
+        return super().of_content(body + b"\n}\n", path)
+
+
+SEAL = b',\n  "sha256": "'
+
+
+def _seal(body: bytes) -> bytes:
+    return SEAL + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 class Fields(dict[str, Any]):
