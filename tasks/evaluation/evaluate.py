@@ -29,7 +29,7 @@ from training.config.parallel import Precision
 from training.config.run import ProfileConfig, RunConfig
 from training.config.serving import InferenceConfig
 from training.facts.families import masked_types
-from training.planner.model_shape import shape_of_hf
+from training.planner.model_shape import rows_cure, shape_of_hf
 from training.planner.reasons.checks import check_inference
 from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
@@ -276,8 +276,8 @@ def _stranger(subject: Subject, shards: TokenShards, *, device_kind: str) -> Tra
     vocab_size = int(settings["vocab_size"])
     if shards.vocab_size > vocab_size:
         raise ValueError(
-            f"{subject.what}: its tokenizer has {shards.vocab_size} tokens, the model {vocab_size}: they do not belong "
-            "together"
+            f"{subject.what}: its tokenizer has {shards.vocab_size:,} tokens, the embedding of the model "
+            f"{vocab_size:,} rows: {rows_cure(shards.vocab_size)}"
         )
     shape = shape_of_hf(settings, vocab_size=vocab_size)
     masked = _objective(subject) == "masked"
