@@ -19,6 +19,7 @@ from tasks.evaluation.checks import check_tasks
 from tasks.hardware.machine import device_kind_of, usable_cores
 from tasks.launch import recovery
 from tasks.launch.local import LocalLauncher
+from tasks.planning.pretrained import generation
 from tasks.registry.models import ResolvedModel, resolve
 from tasks.workspace.paths import home, present, tracking_uri
 from training.config.data import DataConfig, TokenizerConfig
@@ -226,6 +227,9 @@ def planned(
         end_id=shards.end_id,
         mask_id=shards.mask_id,
         text_encoding=subject.plan.text_encoding if subject.plan else shards.encoding,
+        more_ends=subject.plan.more_ends
+        if subject.plan
+        else generation(model.config.model, shards.end_id)["more_ends"],
         shape=model.shape,
         device_kind=device_kind,
         mesh=mesh,

@@ -64,6 +64,25 @@ def config_file(model: ModelConfig) -> Path:
     return path
 
 
+def generation(model: ModelConfig, end_id: int) -> dict[str, Any]:
+    """Return the plan's fields on how a pretrained model makes text: generation_config.json, and what ends a text.
+
+    Raises ValueError for end tokens that are not IDs.
+    """
+    if model.init != "pretrained":
+        return {}
+    file = _file(model.path, "generation_config.json", field="model.path")
+    given = dict(read_fields(file)) if file else {}
+    named = given.get("eos_token_id", read_fields(config_file(model)).get("eos_token_id"))
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(end) is int and end >= 0 for end in ends):
+        raise ValueError(
+            f"model.path = {model.path}: eos_token_id of its {file.name if file else 'config.json'} is {named!r}, "
+            "which is neither the ID of a token nor a list of IDs: correct it"
+        )
+    return {"generation_config": given, "more_ends": tuple(dict.fromkeys(end for end in ends if end != end_id))}
+
+
 def check_weights(config: RunConfig) -> None:
     """Raise ValueError, with the names, if the tensors of a local model.path cannot be read or are not its class's.
 
