@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tasks.data.chunks import Chunk, cut_chunks
-from tasks.data.encoder import SavedTokenizer, TokensDiffer, forget_words, needs_context
+from tasks.data.encoder import SavedTokenizer, TokensDiffer, forget_words
 from tasks.data.engine import Engine, LocalProcesses, run_chunks
 from tasks.data.readers import LONGEST_PIECE, Piece, Place, Span, read_spans
 from tasks.data.sample import READ_FACTOR, chunks_to_read, draw, up_to
@@ -70,9 +70,7 @@ from training.shards.format import (
     read_manifest,
     verify_hashes,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from training.tokenizer.pretrained import PretrainedTokenizer, needs_context
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +86,7 @@ class _Shared:
 
     tokens_home: Path
     store: StoreConfig
-    pretrained: PreTrainedTokenizerFast | None
+    pretrained: PretrainedTokenizer | None
     specials: Specials
     encoding: TextEncoding
     written: tuple[str, ...]
@@ -155,7 +153,7 @@ def prepare_corpus(
     if encoding.rule == "all" and pretrained is not None:
         with contextlib.suppress(ValueError):  # a template that cannot be read, which this rule does not need
             written = written_by_template(pretrained)
-    joins = pretrained is not None and needs_context(pretrained.backend_tokenizer.to_str())
+    joins = pretrained is not None and needs_context(pretrained.tokenizer)
     with contextlib.ExitStack() as stack:
         report = progress or stack.enter_context(text_progress())
         found = functools.partial(_found, report=report, engine=engine or LocalProcesses(data.processes), joins=joins)

@@ -131,7 +131,7 @@ class BoundedGrammars:
         self.engine, self._lock = engine, threading.Lock()
         self._kept: dict[str, Mapping[str, Any]] = {}  # by source, oldest first
         sentence = "text cannot be constrained by this grammar: its compilation {}; simplify it"
-        self.process = BoundedProcess("grammar", str(engine.encoder.file), engine.end_id, sentence=sentence)
+        self.process = BoundedProcess("grammar", str(engine.encoder.file), engine.end_ids[0], sentence=sentence)
 
     def compile(self, grammar: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the compiled grammar. Raises ValueError for one that is invalid or takes too long."""

@@ -228,6 +228,7 @@ class ExportedModel(Record):
     """export/: model.safetensors, config.json, tokenizer, generation_config.json, ONNX graphs; sha256 by name.
 
     averaged_steps: of the checkpoints whose average it is, by train.average; empty: it is the checkpoint's own weights.
+    end_ids: the tokens that end a generated text; end_id alone ends documents.
     tensors: the shapes of the model's state by name; empty in records of older versions, which left buffers out.
     text_encoding: how text becomes tokens; None in records of older versions, to which all were special.
     """
@@ -238,11 +239,12 @@ class ExportedModel(Record):
     objective: Literal["causal", "masked"]
     context: int
     end_id: int
+    end_ids: tuple[int, ...] = ()
     text_encoding: TextEncoding | None = None
     files: dict[str, str]
     tensors: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     parity: ParityReport
-    skipped: dict[str, str]  # what could not be made, and why
+    skipped: dict[str, str]  # what could not be made or was not carried over, and why
 
     @property
     def formats(self) -> str:

@@ -23,7 +23,7 @@ from training.checkpoint.copied_weights import copy_weights
 from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name, write_tensors
 from training.checkpoint.writer import write_index
 from training.config.run import RunConfig
-from training.export import end_ids, export_run, lacks_graphs, why_no_experts
+from training.export import export_run, lacks_graphs, why_no_experts
 from training.exports.latency import measure_latency
 from training.exports.parity import parity_failure
 from training.exports.tensorrt import why_no_tensorrt
@@ -97,11 +97,6 @@ def test_causal_models_end_where_documents_end_and_use_their_cache(exported: Pat
         assert model.generation_config.pad_token_id == END
         assert model.config.use_cache
         assert AutoTokenizer.from_pretrained(exported / "export").eos_token_id == END
-
-
-def test_a_continued_model_still_ends_its_turns() -> None:
-    """An instruct model's config.json names the end of a text and of a turn."""
-    assert [end_ids(named, 1) for named in (None, 1, 7, [1, 106])] == [1, 1, [1, 7], [1, 106]]
 
 
 def test_every_engine_is_measured_at_every_shape_in_turns(exported: Path) -> None:
