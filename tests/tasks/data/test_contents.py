@@ -17,9 +17,8 @@ import pyarrow.feather
 import pytest
 
 from tasks.data import corpus
-from tasks.data.contents import CONTENTS
+from tasks.data.contents import CONTENTS, FORMATS
 from tasks.data.decompression import COMPRESSIONS
-from tasks.data.sources import FORMATS
 from tests.support.repository import REPO
 from tests.support.text_cases import (
     STORIES,
