@@ -147,12 +147,10 @@ def recognize(
     `encoding`: with which it is read. `members`: the names in a zip archive.
     """
     by_name = format_of_name(name)
-    if (binary := _binary(head)) and by_name != binary:
+    if binary := _binary(head):
         problem = f"is {binary} inside another compression: {Cure.DECOMPRESS}"
         return Kind(binary, problem if is_compressed and binary == "parquet" else "", by_bytes=True)
     named = by_name or "text"
-    if by_name in ("parquet", "arrow") and binary:
-        return Kind(binary, by_bytes=True)
     if problem := _problem(head, encoding=encoding, members=members):
         return Kind(named, problem)
     if found := _json_format(head.removeprefix(codecs.BOM_UTF8).lstrip(), name, by_name):

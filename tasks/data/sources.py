@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from tasks.data.contents import Format, Kind, format_of_name, recognize, settings_in, suffix_of
 from tasks.data.decompression import COMPRESSIONS, compression_of, unpacked
-from tasks.data.encodings import BadLines, Recoded, encoding_of, how_to_read
+from tasks.data.encodings import BadLines, Recoded, encoding_of, garbled_places, how_to_read
 from tasks.data.remote import RemoteFile, as_value_errors, find_files
 from tasks.data.row_filter import RowFilter
 from tasks.hardware.machine import usable_cores
@@ -30,6 +30,7 @@ from training.config.data import SHARDS, DataConfig
 from training.records.cures import Cure
 from training.records.record import sha256_file
 from training.records.token_shards import LeftOut, SourceFile
+from training.records.words import counted
 from training.shards.format import read_manifest
 from training.store.urls import check_url, is_url
 
@@ -72,6 +73,8 @@ class SkippedDocuments:
         self.num_repeated = 0
         self.num_filtered = 0
         self.num_nuls = 0  # NUL characters in documents that are kept
+        self.num_garbled = 0  # places that seem to have been read in a wrong encoding
+        self.garbled_example: tuple[object, str] | None = None  # the place of the document, and the characters
         self.left_out: list[LeftOut] = []
         self.hints: list[str] = []
         self.digests = digests
@@ -94,7 +97,14 @@ class SkippedDocuments:
             "filtered": self.num_filtered,
             "skipped": self.count,
             "nul_characters": self.num_nuls,
+            "garbled": self.num_garbled,
         }
+
+    def look_for_garbled(self, place: object, text: str) -> None:
+        """Count the places of a text that seem to have been read in a wrong encoding."""
+        if found := garbled_places(text):
+            self.num_garbled += len(found)
+            self.garbled_example = self.garbled_example or (place, found[0])
 
     def skip_or_raise(self, place: object, problem: str, *, documents: int = 1, is_whole_file: bool = False) -> None:
         """Count the documents that are lost to the problem, or raise ValueError unless data.on_error=skip.
@@ -140,6 +150,13 @@ class Source:
         return suffix_of(self.path.name)
 
     @property
+    def is_read_unlike_its_name(self) -> bool:
+        """Whether the bytes tell another format or compression than the name."""
+        by_name = COMPRESSIONS.get(self.path.suffix.lower())
+        packed = by_name.name if by_name else ""
+        return self.format not in (format_of_name(self.path.name) or "text", "hub") or packed != self.compression
+
+    @property
     def can_seek(self) -> bool:
         """Whether `open` gives the file's own bytes, so that any part can be read without the bytes before it."""
         return not self.compression and self.encoding == "utf-8" and self.format != "hub"
@@ -175,7 +192,7 @@ def find_sources(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool = 
     """
     if not data.validation_path:
         sources = _find(data, skipped, hashed=hashed)
-        return sources if data.path == "stdlib" else _once(sources, skipped)
+        return sources if data.path == "stdlib" else _once(sources, data, skipped)
     data = data.model_copy(update={"validation_path": _validation_place(data)})
     sources = _find(data, skipped, hashed=hashed)
     own = data.model_copy(update={"path": data.validation_path})
@@ -183,7 +200,7 @@ def find_sources(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool = 
     places = {_place(source) for source in found}
     held_out = [_as_held_out(source, data.validation_path) for source in found]
     apart = [source for source in sources if _place(source) not in places]
-    once = _once([*held_out, *apart], skipped)  # what is held out is not trained on in a copy either
+    once = _once([*held_out, *apart], data, skipped)  # what is held out is not trained on in a copy either
     train = [source for source in once if not source.held_out]
     if not train:
         raise ValueError(
@@ -373,26 +390,41 @@ def check_contents(sources: Sequence[Source], skipped: SkippedDocuments) -> None
             raise ValueError(f"{source.name} {source.problem}{cure}")
 
 
-def _once(sources: list[Source], skipped: SkippedDocuments) -> list[Source]:
-    """Return the sources without files that have the text of an earlier one: copies, links, compressed ones."""
+def _once(sources: list[Source], data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
+    """Return the sources without files that are there twice: links, copies of many documents, compressed copies.
+
+    Files of one document each may be equal, as documents may (data.deduplicate); that is said.
+    """
     firsts: dict[str, Source] = {}
-    kept, copies = [], []
+    kept, copies, equal = [], list[tuple[Source, Source]](), list[tuple[Source, Source]]()
     for source, keys in zip(sources, _text_keys(sources), strict=True):
-        first = next((firsts[key] for key in keys if key in firsts), source)
-        if first is source or source.held_out:
-            kept.append(source)
-            firsts |= dict.fromkeys(keys, source)
-        else:
-            copies.append((source, first))
+        found = next(((key, firsts[key]) for key in keys if key in firsts), None)
+        if found and not source.held_out and not (found[0] == keys[-1] and _is_one_document(source, data)):
+            copies.append((source, found[1]))
+            continue
+        if found:
+            equal.append((source, found[1]))
+        kept.append(source)
+        firsts |= dict.fromkeys(keys, source)
     if copies:
         why = f"it has the text of {copies[0][1].name}, which counts once"
         skipped.left_out.append(_left_out("copies", [copy for copy, _ in copies], why))
+    if equal and data.deduplicate == "off":
+        copy, first = equal[0]
+        skipped.hints.append(
+            f"{counted(len(equal), 'file')} {'has' if len(equal) == 1 else 'have'} the text of another one, such as "
+            f"{copy.name} that of {first.name}; {Cure.DEDUPLICATE}"
+        )
     return kept
 
 
+def _is_one_document(source: Source, data: DataConfig) -> bool:
+    return source.format == "json objects" or (source.format == "text" and data.text_unit == "file")
+
+
 def _text_keys(sources: Sequence[Source]) -> list[list[str]]:
-    """Return hashes by which files with the same text are known: of their bytes and, beside a compressed file of the
-    same name, of the unpacked ones. Of files that are not hashed, their ends are.
+    """Return by what files with the same text are known: their place on disk, beside a compressed file of the same name
+    a hash of the unpacked bytes, and last a hash of their bytes. Of files that are not hashed, their ends are.
     """
     sizes = Counter(source.record.num_bytes for source in sources)
     by_name: dict[str, list[int]] = {}
@@ -400,7 +432,7 @@ def _text_keys(sources: Sequence[Source]) -> list[list[str]]:
     for number, source in enumerate(sources):
         record = source.record
         own = record.sha256 or (_hash_of_ends(source) if sizes[record.num_bytes] > 1 else "")
-        keys.append([own] if own and record.num_bytes else [])
+        keys.append([_place_on_disk(source), own or source.name] if record.num_bytes else [source.name])
         by_name.setdefault(_unpacked_name(source), []).append(number)
     for numbers in by_name.values():
         if len(numbers) == 1 or not any(sources[number].compression for number in numbers):
@@ -409,13 +441,23 @@ def _text_keys(sources: Sequence[Source]) -> list[list[str]]:
         same = Counter(starts.values())
         for number, start in starts.items():
             if start and same[start] > 1:
-                keys[number].append(_hash_of_text(sources[number], None) if sources[number].record.sha256 else start)
+                is_hashed = bool(sources[number].record.sha256)
+                keys[number].insert(0, _hash_of_text(sources[number], None) if is_hashed else start)
     return keys
 
 
 def _unpacked_name(source: Source) -> str:
     path = PurePath(source.name)
     return path.stem if path.suffix.lower() in COMPRESSIONS else path.name
+
+
+def _place_on_disk(source: Source) -> str:
+    """Return what links to a file, hard ones too, have in common with it."""
+    with contextlib.suppress(OSError):
+        if not source.remote:
+            status = source.path.stat()
+            return f"{status.st_dev}:{status.st_ino}"
+    return source.name
 
 
 def _hash_of_ends(source: Source) -> str:
@@ -495,8 +537,10 @@ def _chosen(root: str, found: list[Source], data: DataConfig, skipped: SkippedDo
     kept = _without_settings(kept, data, skipped)
     by_size = sorted(others.items(), key=lambda each: (not _is_archive(each[1][0]), -_num_bytes(each[1])))
     for (kind, _), sources in by_size[:KINDS_SHOWN]:
-        left_out = _left_out(kind, sources, _why_left_out(sources, data))
-        skipped.left_out.append(left_out.model_copy(update={"refused": _is_archive(sources[0])}))
+        refused, why = _is_archive(sources[0]), _why_left_out(sources, data)
+        if refused:
+            why += f", or {Cure.EXCLUDE(patterns=_patterns(data.exclude, _globs_of(sources)))}"
+        skipped.left_out.append(_left_out(kind, sources, why).model_copy(update={"refused": refused}))
     if rest := [source for _, sources in by_size[KINDS_SHOWN:] for source in sources]:
         kinds = f"{len(by_size) - KINDS_SHOWN} other kinds"
         skipped.left_out.append(_left_out(kinds, rest, "neither their names nor their first bytes are a text's"))
@@ -517,12 +561,11 @@ def _without_settings(kept: list[Source], data: DataConfig, skipped: SkippedDocu
         return kept
     texts = sorted({key for keys in found if keys for key in keys})[:KINDS_SHOWN]
     patterns = dict.fromkeys(f"*{glob.escape(PurePath(source.name).name)}" for source in settings)
-    cure = Cure.EXCLUDE(patterns=_patterns(data.exclude, patterns))
-    why = f"an object without the key {data.column!r}, as settings are; {cure}"
-    if texts:
-        why += f", or, if it is a document, {Cure.COLUMN(names=', '.join(map(repr, texts)))}"
+    why = f"an object without the key {data.column!r}, as settings are"
+    if refused := _num_bytes(settings) > _num_bytes(rest):
+        why += f"; {Cure.EXCLUDE(patterns=_patterns(data.exclude, patterns))}"
+        why += f", or, if it is a document, {Cure.COLUMN(names=', '.join(map(repr, texts)))}" if texts else ""
     left_out = _left_out(f"JSON without {data.column!r}", settings, why)
-    refused = left_out.num_bytes > _num_bytes(rest)
     skipped.left_out.append(left_out.model_copy(update={"refused": refused}))
     return rest
 
@@ -569,8 +612,6 @@ def _left_out(kind: str, sources: Sequence[Source], why: str) -> LeftOut:
 
 def _why_left_out(sources: Sequence[Source], data: DataConfig) -> str:
     """Return what files of one kind are, or how they can be read."""
-    if _is_archive(sources[0]):
-        return f"it {sources[0].problem}, or {Cure.EXCLUDE(patterns=_patterns(data.exclude, _globs_of(sources)))}"
     if sources[0].problem:
         return f"it {sources[0].problem}"
     patterns = _patterns(data.include or ("*",), _globs_of(sources))

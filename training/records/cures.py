@@ -19,15 +19,14 @@ class Cure(StrEnum):
     TOKENIZED = "it is tokenized already: give the text that it was made from"
     # Which files are read
     EXCLUDE = "leave out with 'data.exclude=[{patterns}]'"
-    INCLUDE = "'data.include=[\"*\",{patterns}]' reads it as text"
+    INCLUDE = "'data.include=[{patterns}]' reads it as text"
     SKIP = "set data.on_error=skip"
+    DEDUPLICATE = "data.deduplicate=exact counts each text once"
     VALIDATION_PATH = "data.validation_path={path} holds"
     # How they are read
     ENCODING = "set data.encoding={encoding}"
     ENCODING_OF_FILES = "set 'data.encoding={encodings}'"
-    OTHER_ENCODING = (
-        "if it has another encoding, name that one, such as data.encoding=cp1252 (what is UTF-8 is read as UTF-8 still)"
-    )
+    OTHER_ENCODING = "if it has another encoding, name that one, for example data.encoding=cp1252"
     COLUMN = "set data.column to one of them that holds text, {names}"
     JSON_FIELD = "set data.json_field={field}"
     JSON_FIELDS = "set data.json_field to one of its lists, {names}"
@@ -37,6 +36,10 @@ class Cure(StrEnum):
     ABOVE_HEADER = "take the lines before it away: tail -n +{line} FILE > COPY"
     LINE_ENDS = "end them with LF: tr '\\r' '\\n' < FILE > COPY"
     PANDAS = "write an object per line, with to_json(FILE, orient='records', lines=True)"
+    MEND = (
+        "give data.encoding the encoding of that file, or, if the text itself is so, mend it, for example with the "
+        "library ftfy"
+    )
     # How they are split
     TAIL = "set data.split=tail"
     # Tokenizers and models

@@ -35,7 +35,7 @@ def read_whole_file(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
             if skipped.digests is not None:
                 digest.update(block.encode())
     except _NotText as error:
-        skipped.skip_or_raise(Place(span, error.offset, "byte"), error.problem + _other_bad_lines(span.source))
+        skipped.skip_or_raise(Place(span, error.offset, "byte"), _bad_lines_of(span.source) + error.problem)
         return
     if is_empty or skipped.is_repeated(digest.digest):
         return
@@ -45,11 +45,11 @@ def read_whole_file(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
     yield from pieces_of_blocks(place, blocks, ends_here=ends_here, before=before, after=after)
 
 
-def _other_bad_lines(source: Source) -> str:
-    """Return how many lines of a file are not UTF-8, if some are and others are not."""
+def _bad_lines_of(source: Source) -> str:
+    """Return which lines of a file are not UTF-8, if some are and others are not."""
     with contextlib.suppress(OSError), source.open() as file:
         bad = count_bad_lines(file)
-        return f" (not UTF-8: {bad})" if bad.lines > bad.number > 1 else ""
+        return f"not UTF-8 in {bad}: " if bad.lines > bad.number > 1 else ""
     return ""
 
 
