@@ -392,13 +392,17 @@ def _manifest_of_mixture(
             "shards": tuple(shards),
             **Ledger.total(manifests),
             "skipped_examples": tuple(line for each in manifests for line in each.skipped_examples)[:EXAMPLES_KEPT],
+            "garbled_example": next(filter(None, (each.garbled_example for each in manifests)), ""),
+            "asked_fraction": 0.0,  # the parts say it
             "left_out": tuple(
                 left_out.model_copy(update={"example": f"{name}/{left_out.example}"})
                 for name, each in zip(names, manifests, strict=True)
                 for left_out in each.left_out
             ),
             "hints": tuple(
-                f"{name}: {hint}" for name, each in zip(names, manifests, strict=True) for hint in each.hints
+                f"{name}: {hint}"
+                for name, each in zip(names, manifests, strict=True)
+                for hint in (*each.hints, *each.split_hints())
             ),
         }
     )
@@ -623,6 +627,8 @@ def _fingerprint(corpus: Corpus, shared: _Shared, made: _Format = TODAY) -> str:
     settings = data.model_dump(mode="json", exclude=left_out)
     # Corpora were tokenized before these settings existed.
     settings["tokenizer"] = {name: settings["tokenizer"][name] for name in ("kind", "vocab_size", "sample_mib")}
+    if data.encoding != "utf-8":
+        settings["encoding"] = [data.encoding, "of what is not UTF-8"]
     for field in ("encoding", "deduplicate", "where", "json_field", "table"):
         if getattr(data, field) == DataConfig.model_fields[field].default:
             settings.pop(field)
@@ -645,6 +651,8 @@ def _fingerprint(corpus: Corpus, shared: _Shared, made: _Format = TODAY) -> str:
         identity["readers"] = made.readers
     if held_out := sum(source.held_out for source in corpus.sources):
         identity["held_out"] = held_out
+    if read_so := {each.name: each.format for each in corpus.sources if each.is_read_unlike_its_name}:
+        identity["read_so"] = read_so
     if any(has_quotes for has_quotes, _ in corpus.quotes_in_tables):
         identity["tsv"] = "quotes are text"  # until they were, other tokens came of the same file
     if corpus.earlier:
@@ -785,6 +793,7 @@ def _tokenize(
     examples = itertools.islice((example for chunk in finished for example in chunk.skipped_examples), EXAMPLES_KEPT)
     skipped = [(place, problem) for place, problem in corpus.skipped_sources.examples]
     skipped += [(_place(corpus, example), example.problem) for example in examples]
+    garbled = next(filter(None, (chunk.garbled_example for chunk in finished)), None)
     counts = Ledger.total(finished)
     manifest = TokenShards(
         fingerprint=fingerprint,
@@ -800,6 +809,8 @@ def _tokenize(
         shards=tuple(shard for chunk in finished for shard in chunk.shards),
         **counts | {"skipped": corpus.skipped_sources.count + counts["skipped"]},
         skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped[:EXAMPLES_KEPT]),
+        garbled_example=f"{garbled.problem} in {_place(corpus, garbled)}" if garbled else "",
+        asked_fraction=rule.validation_fraction if rule.kind == "documents" else 0.0,
     )
     manifest = corpus.with_files_left_out(manifest)
     _log_outcome(manifest, seconds=time.perf_counter() - started)

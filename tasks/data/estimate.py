@@ -6,7 +6,7 @@ import io
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -20,11 +20,11 @@ from tasks.data.readers import Piece, Span, read_spans
 from tasks.data.sample import draw
 from tasks.data.sharding import special_tokens_in, unknown_characters
 from tasks.data.sources import SkippedDocuments, Source, check_contents, find_sources
-from tasks.data.split import Passage, no_text
+from tasks.data.split import ENOUGH_DOCUMENTS, Passage, no_text, split_of
 from tasks.data.tokenizer import load_pretrained, save_tokenizer, special_tokens, text_encoding
 from tasks.planning.text import TextEstimate
 from training.config.run import DataConfig, RunConfig
-from training.records.token_shards import Ledger
+from training.records.token_shards import Ledger, unlike_parts
 
 CHUNKS_READ = 16
 READ_BYTES = 32 * 2**20  # of text, in all of these chunks
@@ -77,10 +77,13 @@ def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
     chosen = [chunks[len(chunks) * n // CHUNKS_READ] for n in range(CHUNKS_READ)]
     chosen = list(dict.fromkeys(chosen)) if len(chunks) > CHUNKS_READ else chunks
     texts: list[str] = []
+    sizes = Counter[str]()  # of the documents that are read, by their names
     read_bytes = text_bytes = documents = 0.0
     for chunk in chosen:
         found, share = _read(chunk, data, skipped, limit=READ_BYTES // len(chosen))
         texts += [piece.text for piece in found]
+        for piece in found:
+            sizes[piece.name] += len(piece.text)
         read_bytes += share * chunk.num_bytes
         text_bytes += sum(len(piece.text.encode()) for piece in found)
         documents += sum(piece.last for piece in found)
@@ -109,8 +112,24 @@ def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
         left_out=tuple(skipped.left_out),
         ledger=ledger.model_copy(update=skipped.counts()),
         skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped.examples),
-        hints=(*skipped.hints, *special),
+        hints=(*skipped.hints, *special, *_unlike_parts(data, sources, sizes, is_counted=times == 1)),
+        garbled_example="{1} in {0}".format(*skipped.garbled_example) if skipped.garbled_example else "",
     )
+
+
+def _unlike_parts(
+    data: DataConfig, sources: Sequence[Source], sizes: Mapping[str, int], *, is_counted: bool
+) -> list[str]:
+    """Return that whole documents would be held out, and of unlike lengths; files of one document are known by size."""
+    if not is_counted:
+        whole_files = data.text_unit == "file" and all(source.format == "text" for source in sources)
+        sizes = {source.name: source.record.num_bytes for source in sources} if whole_files else {}
+    by_documents = data.split == "documents" or (data.split == "auto" and len(sizes) >= ENOUGH_DOCUMENTS)
+    if data.validation_path or not by_documents:
+        return []
+    asked = data.validation_fraction
+    held_out = sum(size for name, size in sizes.items() if split_of(name, asked) == "validation")
+    return unlike_parts(held_out, sum(sizes.values()), asked=asked) if held_out < sum(sizes.values()) else []
 
 
 def _read(chunk: Chunk, data: DataConfig, skipped: SkippedDocuments, *, limit: int) -> tuple[list[Piece], float]:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from tasks.display.numbers import format_count
 from training.planner.mixture import plan_sources
 from training.records.plan import RunPlan
-from training.records.token_shards import Ledger, LeftOut, characters_lost, documents_left_out, files_left_out
+from training.records.token_shards import (
+    Ledger,
+    LeftOut,
+    characters_lost,
+    documents_left_out,
+    files_left_out,
+    garbled_text,
+)
 from training.records.words import counted
 from training.shards.packing import Epoch
 
@@ -33,6 +40,7 @@ class TextEstimate:
     ledger: Ledger
     skipped_examples: tuple[str, ...]
     hints: tuple[str, ...]
+    garbled_example: str = ""
 
     def lines(self, epochs: float | None) -> Iterator[str]:
         """Yield sentences for the plan. `epochs`: how often the run would see the text, if that is known."""
@@ -48,6 +56,7 @@ class TextEstimate:
         read = "" if self.is_counted else "in the part that was read, "
         yield from (line for line, _ in documents_left_out(self.ledger, self.skipped_examples, read=read))
         yield from (line for line, _ in characters_lost(self.ledger, read="in the sample, "))
+        yield from (line for line, _ in garbled_text(self.ledger, self.garbled_example, read=read))
         yield from (f"text: {hint}" for hint in self.hints)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
+from training.records.cures import Cure
 from training.records.record import Record
 from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.records.words import counted
 
 LOST_SHARE = 0.001  # of the characters; more is a warning
+GARBLED_SHARE = 0.0001
+FOLD = 3  # more or less of the text than is asked for is a warning
 
 
 class SourceFile(Record):
@@ -81,7 +84,7 @@ class Ledger(Record):
     that was encoded, `nul_characters` and `lost_characters` among them: for a lost one the tokenizer has nothing, or
     only its unknown token (white space between words does not count). `unknown_tokens`: how often it gave that token.
     `special_as_tokens`, `special_as_text`: how often the text holds special tokens that were encoded as such, and as
-    text.
+    text. `garbled`: places that seem to have been read in a wrong encoding.
     """
 
     repeated: int = 0
@@ -89,6 +92,7 @@ class Ledger(Record):
     skipped: int = 0
     characters: int = 0
     nul_characters: int = 0
+    garbled: int = 0
     lost_characters: int = 0
     unknown_tokens: int = 0
     special_as_tokens: int = 0
@@ -106,6 +110,7 @@ class FinishedChunk(Ledger):
 
     shards: tuple[Shard, ...]
     skipped_examples: tuple[SkippedDocument, ...] = ()
+    garbled_example: SkippedDocument | None = None
 
 
 class TokenShards(Ledger):
@@ -113,7 +118,8 @@ class TokenShards(Ledger):
 
     `parts`: the names of a mixture's sources, in order; its shards lie in the folders of the sources, beside this one.
     `left_out`: the files that were not read. `hints`: sentences about files that may be meant otherwise.
-    `text_encoding`: None in shards of older versions, whose rule is none.
+    `text_encoding`: None in shards of older versions, whose rule is none. `asked_fraction`: how much of the text was to be
+    held out, if whole documents are; otherwise 0. `garbled_example`: characters and the place of the first.
     """
 
     fingerprint: str
@@ -129,6 +135,8 @@ class TokenShards(Ledger):
     split_rule: str
     shards: tuple[Shard, ...]
     skipped_examples: tuple[str, ...]
+    garbled_example: str = ""
+    asked_fraction: float = 0.0
     left_out: tuple[LeftOut, ...] = ()
     hints: tuple[str, ...] = ()
 
@@ -163,10 +171,16 @@ class TokenShards(Ledger):
         yield from files_left_out(self.left_out, read_bytes=sum(source.num_bytes for source in self.sources))
         yield from documents_left_out(self, self.skipped_examples)
         yield from characters_lost(self)
+        yield from garbled_text(self, self.garbled_example)
         for line in self.special_tokens_lines():
             yield line, True
-        for hint in self.hints:
+        for hint in (*self.hints, *self.split_hints()):
             yield f"text: {hint}", True
+
+    def split_hints(self) -> list[str]:
+        """Return that the parts differ from what was asked for, if they do."""
+        held_out, train = self.text_bytes("validation"), self.text_bytes("train")
+        return unlike_parts(held_out, held_out + train, asked=self.asked_fraction)
 
     def special_tokens_lines(self) -> list[str]:
         """Return a sentence about the special tokens that the text holds, if it does."""
@@ -217,6 +231,31 @@ def characters_lost(ledger: Ledger, *, read: str = "") -> Iterator[tuple[str, bo
         "); take one that is byte-level or has a byte fallback, or train one on this text with data.tokenizer.kind=bpe",
         share > LOST_SHARE,
     )
+
+
+def garbled_text(ledger: Ledger, example: str, *, read: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield a sentence, if text seems to have been read in a wrong encoding, and whether it is a warning.
+
+    `read`: words for the part of the text that the counts are of.
+    """
+    if ledger.garbled:
+        places = counted(ledger.garbled, "place")
+        yield (
+            f"text: {read}{places} of the text look as if they had been read in a wrong encoding, such as {example}: "
+            f"{Cure.MEND}",
+            ledger.garbled > GARBLED_SHARE * ledger.characters,
+        )
+
+
+def unlike_parts(held_out: int, whole: int, *, asked: float) -> list[str]:
+    """Return that the text that is held out is threefold what was asked for, or a third of it; empty if it is not."""
+    share = held_out / max(1, whole)
+    if not asked or not whole or asked / FOLD <= share <= FOLD * asked:
+        return []
+    return [
+        f"{share:.2%} of the text is held out, and data.validation_fraction asks for {asked:.2%}: documents are few "
+        f"or of unlike lengths; {Cure.TAIL} to cut by characters"
+    ]
 
 
 def files_left_out(left_out: Iterable[LeftOut], *, read_bytes: int) -> Iterator[tuple[str, bool]]:
