@@ -33,6 +33,8 @@ FOLDER = "model-sizes"  # in SHARDLINE_HOME
 COUNTED_BY = (
     "models/sizes.py",
     "models/family.py",
+    "models/hidden_matrices.py",
+    "models/split_outputs.py",
     "models/hugging_face.py",
     "models/pretrained.py",
     "facts/model_config.py",

@@ -38,7 +38,7 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
     """Return the shape, with counted parameters, of the class that transformers makes of a config."""
     import transformers
 
-    named = {name: getattr(settings, name) for name in NAMES if hasattr(settings, name)}  # some classes compute them
+    named = {name: value for name in NAMES if (value := _value_of(settings, name)) is not None}
     shape = shape_of_hf(settings.to_dict() | named, vocab_size=int(named.get("vocab_size") or 0))
     try:
         with torch.device("meta"):
@@ -51,6 +51,14 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
         ) from None
     sizes = sizes_of(hf, counted=f"counted {where} with transformers {transformers.__version__}")
     return shape.model_copy(update={"layers": sizes.num_layers, "tied": sizes.tied, "sizes": sizes})
+
+
+def _value_of(settings: Any, name: str) -> Any:
+    """Return a field of a config, which some classes compute; None without it, or if its layers differ in it."""
+    try:
+        return getattr(settings, name, None)
+    except RuntimeError:  # transformers': it is to be read for each layer
+        return None
 
 
 def sizes_of(hf: Any, *, counted: str) -> ModelSizes:

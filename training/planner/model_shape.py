@@ -9,7 +9,7 @@ from typing import Any
 from training.config.data import ASSUMED_VOCAB
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
-from training.facts.families import adds_loss, masked_types, types_counting_from_pad
+from training.facts.families import adds_loss, masked_types, types_counting_from_pad, types_without_heads
 from training.planner.precision import FP8_MULTIPLE
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
@@ -196,7 +196,8 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
         return int(max(found) if isinstance(found, list) else found)  # of each layer: the widest
 
     width = first("hidden_size", "n_embd", "d_model", "dim")
-    heads = first("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
+    heads_fields = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
+    heads = 1 if kind in types_without_heads() else first(*heads_fields)
     mlp_fields = ("intermediate_size", "n_inner", "d_ff", "hidden_dim", "decoder_ffn_dim")
     return ModelShape(
         architecture=str(kind),
