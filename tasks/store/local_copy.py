@@ -8,15 +8,13 @@ import re
 import shutil
 from pathlib import Path
 
-from tasks.store.transfer import download_all
+from tasks.store.transfer import download_all, listing
 from tasks.workspace.locks import exclusive
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
-from training.store.urls import check_url, filesystem, is_url, store_errors
+from training.store.urls import check_url, is_url
 
 logger = logging.getLogger(__name__)
-
-DONE = ".copied"
 
 
 def local_copy(path: str, *, field: str) -> str:
@@ -44,11 +42,7 @@ def local_copies(config: RunConfig) -> dict[str, str]:
 
 
 def _copied(url: str, *, field: str) -> Path:
-    with store_errors(url):
-        store = filesystem(url)
-        store.invalidate_cache()
-        place = store._strip_protocol(url)
-        found = {name: info for name, info in store.find(url, detail=True).items() if info.get("type") != "directory"}
+    found = listing(url)
     if not found:
         raise ValueError(f"{field} = {url}: there is no folder with files at this URL: correct it")
     content = sorted(
@@ -59,17 +53,14 @@ def _copied(url: str, *, field: str) -> Path:
     with exclusive(
         folder.with_name(f".{folder.name}.lock"), on_wait=lambda: logger.info("waiting for a copy of %s", url)
     ):
-        if not (folder / DONE).exists():
+        if not folder.exists():
             logger.info("copying %s to %s", url, folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            names = [(name, name.removeprefix(place).lstrip("/") or Path(name).name) for name in found]
-            download_all(
-                ((store.unstrip_protocol(name), folder / short) for name, short in names),
-                title=f"copying {url}",
-                num_bytes=sum(int(info.get("size") or 0) for info in found.values()),
-            )
-            for name, short in names:
-                if (size := (folder / short).stat().st_size) != found[name].get("size", size):
-                    raise OSError(f"{short} came with {size:,} bytes instead of {found[name]['size']:,}")
-            (folder / DONE).touch()
+            aside = folder.with_name(f".{folder.name}.part")
+            shutil.rmtree(aside, ignore_errors=True)
+            num_bytes = sum(int(info.get("size") or 0) for info in found.values())
+            download_all(url, found, aside, title=f"copying {url}", num_bytes=num_bytes)
+            for name, info in found.items():
+                if (size := (aside / name).stat().st_size) != (info.get("size") or size):
+                    raise OSError(f"{name} came with {size:,} bytes instead of {info['size']:,}")
+            aside.rename(folder)
     return folder

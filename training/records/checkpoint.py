@@ -17,6 +17,7 @@ from typing import Literal
 from training.config.parallel import Stages
 from training.config.run import RunConfig
 from training.records.left_out import SpikeState
+from training.records.placed import FileName
 from training.records.record import Record, sha256_file
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class CheckpointManifest(Record):
     val_loss: float | None
     micro_batches: tuple[int, ...] = ()
     spikes: SpikeState = SpikeState()
-    files: dict[str, WrittenFile]
+    files: dict[FileName, WrittenFile]
 
     def was_trained_on(self, steps: Iterable[int]) -> bool:
         """Return whether its weights have seen the batch of one of these steps."""

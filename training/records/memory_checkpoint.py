@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, RankFile
+from training.records.placed import FileName
 from training.records.record import Record
 
 MEMORY_RECORD = "memory_checkpoint.json"
@@ -22,7 +23,7 @@ class MemoryRecord(Record):
     """
 
     step: int
-    name: str
+    name: FileName
 
 
 class RankShare(Record):
@@ -30,7 +31,7 @@ class RankShare(Record):
 
     rank: int
     checkpoint: CheckpointManifest  # the manifest of the complete checkpoint, without file names
-    files: dict[str, RankFile]
+    files: dict[FileName, RankFile]
 
 
 def newest_step(run_dir: Path) -> int:

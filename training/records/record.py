@@ -23,12 +23,12 @@ class DamagedRecord(ValueError):
     `problem`: the message without the cure, for callers who have another.
     """
 
-    def __init__(self, path: Path, why: str, *, cure: str = "restore it from a copy, or move it away") -> None:
+    def __init__(self, path: Path | str, why: str, *, cure: str = "restore it from a copy, or move it away") -> None:
         self.problem = f"{path} {why}"
         super().__init__(f"{self.problem}: {cure}")
 
     @classmethod
-    def of(cls, path: Path, error: ValidationError) -> Self:
+    def of(cls, path: Path | str, error: ValidationError) -> Self:
         """Describe what does not fit first. A field that is not known here is of a later version."""
         problems = error.errors(include_input=False, include_url=False)
         unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
@@ -50,10 +50,15 @@ class Record(BaseModel):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read the record. Raises DamagedRecord, or FileNotFoundError."""
+        return cls.parse(_content(path), where=path)
+
+    @classmethod
+    def parse(cls, content: bytes, *, where: Path | str) -> Self:
+        """Return the record in the content of a file. Raises DamagedRecord, which names the file or URL `where`."""
         try:
-            return cls.model_validate_json(_content(path), context=RECORD)
+            return cls.model_validate_json(content, context=RECORD)
         except ValidationError as error:
-            raise DamagedRecord.of(path, error) from None
+            raise DamagedRecord.of(where, error) from None
 
 
 class Fields(dict[str, Any]):

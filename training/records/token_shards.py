@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from training.records.record import Record
 from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.records.words import counted
 
+SHARD_NAME = r"^(\.\./[\w.-]*\w[\w.-]*/)?(train|validation)/[0-9-]+$"  # a mixture's lie in the folders beside it
 LOST_SHARE = 0.001  # of the characters; more is a warning
 
 
@@ -35,7 +38,7 @@ class Shard(Record):
     None for train shards and in older folders.
     """
 
-    name: str
+    name: Annotated[str, Field(pattern=SHARD_NAME)]
     split: Literal["train", "validation"]
     tokens: int
     documents: int
