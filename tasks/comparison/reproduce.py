@@ -15,7 +15,7 @@ from tasks.tracking.mlflow_run import EXACT, LEFT_OUT, OVERRIDES, TrackedRun
 from tasks.workspace.paths import home, local_path, run_folder, tracking_uri
 from training.config.credentials import RECORD
 from training.config.run import RunConfig
-from training.records.placed import place
+from training.facts.placed import place
 from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.token_shards import TokenShards

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from tasks.data.encoder import SavedTokenizer, choose_library, load_tokenizer
 from tasks.store.local_copy import local_copy
+from tasks.workspace.bounded_process import BoundedTemplate
 from training.config.data import TokenizerConfig
 from training.records.record import sha256_file, write_atomically
 from training.records.text_encoding import TextEncoding
-from training.tokenizer.chat_template import ChatTemplate
-from training.tokenizer.text_encoder import special_tokens_of, tokens_around
+from training.tokenizer.text_encoder import panics_as_errors, special_tokens_of, tokens_around
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,9 +49,12 @@ def load_pretrained(config: TokenizerConfig) -> PreTrainedTokenizerFast | None:
 
     path = local_copy(config.path, field="data.tokenizer.path")
     try:
-        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        with panics_as_errors():
+            loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            if isinstance(loaded, PreTrainedTokenizerFast):
+                special_tokens_of(loaded.backend_tokenizer)
+    except Exception as error:  # transformers and tokenizers raise anything for files that they do not expect
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"data.tokenizer.path={config.path}: no tokenizer can be loaded from there ({reason}); "
             "give a folder with a tokenizer.json, or a hub name that this machine can reach"
@@ -124,7 +127,10 @@ def written_by_template(pretrained: PreTrainedTokenizerFast) -> tuple[str, ...]:
     if not source:
         return ()
     special = special_tokens_of(pretrained.backend_tokenizer)
-    return ChatTemplate(source, pretrained.special_tokens_map).written(special)
+    try:
+        return BoundedTemplate(source, pretrained.special_tokens_map).written(special)
+    except ValueError as error:
+        raise ValueError(f"data.tokenizer.path={pretrained.name_or_path}: {error}") from None
 
 
 def _bos(config: TokenizerConfig, pretrained: PreTrainedTokenizerFast, *, continued: bool) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from tasks.hardware.machine import device_kind_of, usable_cores
 from tasks.launch import recovery
 from tasks.launch.local import LocalLauncher
 from tasks.registry.models import ResolvedModel, resolve
+from tasks.store.model_folder import check_model_folder
 from tasks.workspace.paths import home, present, tracking_uri
 from training.config.data import DataConfig, TokenizerConfig
 from training.config.evaluation import EvaluationConfig
@@ -29,7 +30,7 @@ from training.config.parallel import Precision
 from training.config.run import ProfileConfig, RunConfig
 from training.config.serving import InferenceConfig
 from training.facts.families import masked_types
-from training.planner.model_shape import shape_of_hf
+from training.planner.model_shape import check_numbers, shape_of_hf
 from training.planner.reasons.checks import check_inference
 from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
@@ -70,6 +71,7 @@ def find_subject(what: str) -> Subject:
         return _last_checkpoint(what, run_dir.resolve())
     if (path / "config.json").exists():
         path = path.resolve()
+        check_model_folder(path)
         run_dir = path.parent.parent
         if (path / "manifest.json").exists() and (run_dir / "plan.json").exists():
             return _checkpoint(what, path, run_dir)
@@ -190,7 +192,9 @@ def _objective(subject: Subject) -> Any:
 
 
 def _settings(subject: Subject) -> dict[str, Any]:
-    return read_fields(subject.folder / "config.json")
+    settings = read_fields(subject.folder / "config.json")
+    check_numbers(settings)
+    return settings
 
 
 def planned(

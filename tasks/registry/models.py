@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.display.progress import time_progress
 from tasks.registry.tags import CHAMPION, GATE, REPLACES, TAG
+from tasks.store.model_folder import check_model_folder
 from tasks.tracking.client import registry_client, run_or_none
 from tasks.workspace.paths import local_path
+from training.facts.placed import place
 from training.records.model_state import check_export
-from training.records.placed import place
 from training.records.plan import RunPlan
 from training.records.record import sha256_config, sha256_file
 from training.records.results import EvalReport, ExportedModel
@@ -121,6 +122,7 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
     folder = _cached_folder(version, tracking_uri=tracking_uri, cache_dir=cache_dir) / "artifacts"
     if not (folder / "export" / "export.json").is_file():
         raise ValueError(f"{ref} (version {version.version}) {_why_no_files(version, folder / 'export')}")
+    check_model_folder(folder / "export")
     check_export(folder / "export", _check_files(folder / "export", ref))
     aliases = tuple(
         alias for alias, number in aliases_of(client, version.name).items() if number == int(version.version)

@@ -8,6 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
+from tasks.store.model_folder import check_model_folder
 from tasks.store.transfer import download_all, listing
 from tasks.workspace.locks import exclusive
 from tasks.workspace.paths import home
@@ -21,18 +22,13 @@ def local_copy(path: str, *, field: str) -> str:
     """Return `path`, or for a URL the folder that has its complete copy.
 
     The copy is named by the sizes and the store's own hashes of the files, so another content is another copy. Raises
-    ValueError, with the cure, if there is no such folder, or if the store refuses or does not answer.
+    ValueError, with the cure, if there is no such folder, if the store refuses or does not answer, or if the folder has
+    files that no library should open.
     """
-    if not is_url(path):
-        return path
-    check_url(path, field=field)
-    try:
-        return str(_copied(path.rstrip("/"), field=field))
-    except OSError as error:
-        raise ValueError(
-            f"{field} = {path} cannot be read ({type(error).__name__}: {error}): check the URL, the credentials that "
-            "the store's library finds, and the network"
-        ) from error
+    folder = _copied(path.rstrip("/"), field=field) if is_url(path) else Path(path).expanduser()
+    if path and folder.is_dir():
+        check_model_folder(folder)
+    return str(folder) if is_url(path) else path
 
 
 def local_copies(config: RunConfig) -> dict[str, str]:
@@ -42,6 +38,17 @@ def local_copies(config: RunConfig) -> dict[str, str]:
 
 
 def _copied(url: str, *, field: str) -> Path:
+    check_url(url, field=field)
+    try:
+        return _copy(url, field=field)
+    except OSError as error:
+        raise ValueError(
+            f"{field} = {url} cannot be read ({type(error).__name__}: {error}): check the URL, the credentials that "
+            "the store's library finds, and the network"
+        ) from error
+
+
+def _copy(url: str, *, field: str) -> Path:
     found = listing(url)
     if not found:
         raise ValueError(f"{field} = {url}: there is no folder with files at this URL: correct it")

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsspec.callbacks import Callback
 
-from training.records.placed import MOST_PARTS, place
+from training.facts.placed import MOST_PARTS, place
 from training.store.urls import filesystem, is_web, store_errors
 from training.tracking.progress import Progress
 

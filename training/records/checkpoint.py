@@ -16,8 +16,8 @@ from typing import Literal
 
 from training.config.parallel import Stages
 from training.config.run import RunConfig
+from training.facts.placed import FileName
 from training.records.left_out import SpikeState
-from training.records.placed import FileName
 from training.records.record import Record, sha256_file
 
 logger = logging.getLogger(__name__)

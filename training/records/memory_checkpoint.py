@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from training.facts.placed import FileName
 from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, RankFile
-from training.records.placed import FileName
 from training.records.record import Record
 
 MEMORY_RECORD = "memory_checkpoint.json"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from training.records.placed import FileName
+from training.facts.placed import FileName
 from training.records.record import Record
 from training.records.text_encoding import TextEncoding
 

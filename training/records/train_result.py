@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from training.config.launch import Cause
-from training.records.placed import FileName
+from training.facts.placed import FileName
 from training.records.record import Record, read_fields, with_matmul_share
 
 StoppedBy = Literal["steps", "signal", "hours", "early stop"]

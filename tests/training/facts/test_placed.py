@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.manifests import write_checkpoint_manifest
+from training.facts.placed import place
 from training.records.checkpoint import damage
-from training.records.placed import place
 from training.records.record import DamagedRecord
 from training.records.results import ExportedModel
 from training.records.token_shards import Shard
