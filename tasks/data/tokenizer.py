@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from tasks.data.encoder import SavedTokenizer, choose_library, load_tokenizer
 from tasks.store.local_copy import local_copy
+from tasks.workspace.bounded_process import BoundedTemplate
 from training.config.data import TokenizerConfig
 from training.records.record import sha256_file
 from training.records.text_encoding import TextEncoding
-from training.tokenizer.chat_template import ChatTemplate
 from training.tokenizer.pretrained import PretrainedTokenizer, open_pretrained, save
-from training.tokenizer.text_encoder import special_tokens_of, tokens_around
+from training.tokenizer.text_encoder import panics_as_errors, special_tokens_of, tokens_around
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,7 +46,9 @@ def load_pretrained(config: TokenizerConfig) -> PretrainedTokenizer | None:
         return None
     path = local_copy(config.path, field="data.tokenizer.path")
     try:
-        loaded = open_pretrained(path)
+        with panics_as_errors():
+            loaded = open_pretrained(path)
+            special_tokens_of(loaded.tokenizer)
     except Exception as error:  # transformers and tokenizers raise anything for files that they do not expect
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -111,7 +113,11 @@ def written_by_template(pretrained: PretrainedTokenizer) -> tuple[str, ...]:
     """
     if not pretrained.chat_template:
         return ()
-    return ChatTemplate(pretrained.chat_template, pretrained.names).written(special_tokens_of(pretrained.tokenizer))
+    special = special_tokens_of(pretrained.tokenizer)
+    try:
+        return BoundedTemplate(pretrained.chat_template, pretrained.names).written(special)
+    except ValueError as error:
+        raise ValueError(f"data.tokenizer.path={pretrained.path}: {error}") from None
 
 
 def _bos(config: TokenizerConfig, pretrained: PretrainedTokenizer, *, continued: bool) -> tuple[str, ...]:

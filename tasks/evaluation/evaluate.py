@@ -21,6 +21,7 @@ from tasks.launch import recovery
 from tasks.launch.local import LocalLauncher
 from tasks.planning.pretrained import generation
 from tasks.registry.models import ResolvedModel, resolve
+from tasks.store.model_folder import check_model_folder
 from tasks.workspace.paths import home, present, tracking_uri
 from training.config.data import DataConfig, TokenizerConfig
 from training.config.evaluation import EvaluationConfig
@@ -30,7 +31,7 @@ from training.config.parallel import Precision
 from training.config.run import ProfileConfig, RunConfig
 from training.config.serving import InferenceConfig
 from training.facts.families import masked_types
-from training.planner.model_shape import rows_cure, shape_of_hf
+from training.planner.model_shape import check_numbers, rows_cure, shape_of_hf
 from training.planner.reasons.checks import check_inference
 from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
@@ -71,6 +72,7 @@ def find_subject(what: str) -> Subject:
         return _last_checkpoint(what, run_dir.resolve())
     if (path / "config.json").exists():
         path = path.resolve()
+        check_model_folder(path)
         run_dir = path.parent.parent
         if (path / "manifest.json").exists() and (run_dir / "plan.json").exists():
             return _checkpoint(what, path, run_dir)
@@ -191,7 +193,9 @@ def _objective(subject: Subject) -> Any:
 
 
 def _settings(subject: Subject) -> dict[str, Any]:
-    return read_fields(subject.folder / "config.json")
+    settings = read_fields(subject.folder / "config.json")
+    check_numbers(settings)
+    return settings
 
 
 def planned(

@@ -14,12 +14,14 @@ from tasks.store.local_copy import local_copy
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
 from training.facts.model_config import read_settings
-from training.planner.model_shape import rows_cure
-from training.records.model_state import saved_shapes
+from training.planner.model_shape import check_numbers, rows_cure
+from training.records.model_state import saved_shapes, weight_map
 from training.records.record import read_fields, sha256_file
 from training.tokenizer.pretrained import open_pretrained
 
 logger = logging.getLogger(__name__)
+
+COMPARE_S = 600.0  # 5 s for most; for 100,000 tensors, with torch from a cold network disk, minutes
 
 
 def hf_config(model: ModelConfig) -> dict[str, Any] | None:
@@ -30,6 +32,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     if model.init == "pretrained":
         _check_files(Path(folder).expanduser())
     content: dict[str, Any] = dict(read_fields(path))
+    check_numbers(content)
     if model.init == "pretrained" and (quantized := content.get("quantization_config")):
         by = quantized.get("quant_method") if isinstance(quantized, dict) else repr(quantized)
         raise ValueError(
@@ -100,7 +103,14 @@ def check_weights(config: RunConfig) -> None:
         logger.info("the ranks will compare the tensors of model.path = %s with its class: no torch is here", folder)
         return
     program = [sys.executable, "-m", "training.models.pretrained", str(folder.resolve()), config.objective]
-    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "PYTHONSAFEPATH": "1"})
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    try:
+        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=COMPARE_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"model.path = {folder}: its tensors were not compared with its class within {COMPARE_S:g} s: start again, "
+            "or take a model whose config.json and files are as save_pretrained leaves them"
+        ) from None
     for line in done.stdout.splitlines():
         logger.info("model.path: %s", line)
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -130,11 +140,7 @@ def _check_files(folder: Path) -> None:
             "save_pretrained(FOLDER), then give that folder"
         )
     for index in folder.glob("*.safetensors.index.json"):
-        named = set(read_fields(index).get("weight_map", {}).values())
-        if beyond := sorted(name for name in named if Path(name).name != name):
-            raise ValueError(
-                f"{index} refers to {beyond[0]}, outside its folder: a model's weights must lie beside its config"
-            )
+        weight_map(index)
 
 
 def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
@@ -192,9 +198,9 @@ def same_vocabulary(one: Path, other: Path) -> bool:
 
 
 def _vocabulary(file: Path) -> dict[str, int]:
-    from tokenizers import Tokenizer
+    from training.tokenizer.text_encoder import open_tokenizer
 
-    words: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    words: dict[str, int] = open_tokenizer(file, None).get_vocab(with_added_tokens=True)
     return words
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import resource
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from training.planner.model_shape import CHOSEN_EXPERTS, attention_among, expert
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
 
+MEMORY_BYTES = 8 * 2**30  # of the process that counts: 0.5 for DeepSeek-V3
 NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 WHOLE = ("replicate", "moe_tp", "mla_kv_a", "local")  # beginnings of the styles that leave parameters whole
@@ -201,4 +203,5 @@ def main(path: Path, objective: str, node: str = "") -> int:
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # config.json may be a stranger's
     sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -94,9 +94,9 @@ def _guarded(layer: nn.Module) -> nn.Module:
         if any(p.dim() == 3 for p in module.parameters(recurse=False)) and not isinstance(
             module, nn.modules.conv._ConvNd
         ):
-            module.forward = _first  # type: ignore[method-assign]
+            module.forward = _first
     for module in (*layer.children(), layer):
-        module.forward = _or_first(module.forward)  # type: ignore[method-assign]
+        module.forward = _or_first(module.forward)
     return layer
 
 

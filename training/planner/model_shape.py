@@ -29,6 +29,12 @@ CHOSEN_EXPERTS = (
     "top_k_experts",
     "moe_num_active_primary_experts",
 )
+NUMBERS = re.compile(  # fields of a config.json with one whole number, or one for each layer
+    r"^(vocab_size|hidden_size|n_embd|d_model|dim|intermediate_size|n_inner|d_ff|hidden_dim|decoder_ffn_dim"
+    r"|max_position_embeddings|n_positions|(qk_nope_|qk_rope_|v_)?head_dim|\w*attention_heads|\w*key_value_heads"
+    rf"|n_heads?|num_heads|{'|'.join(CHOSEN_EXPERTS)}|(?P<layers>(num_hidden|decoder|num|n)_layers?))$"
+)
+MOST_LAYERS, MOST = 10_000, 10**9  # a class is built with all its layers to count it
 ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")
 QUERIES = re.compile(r"(?!.*linear)(.*\.)(q_proj|k_proj|qkv)\.")
 COUNT_FROM_PAD_ID = 1  # the pad token's ID of these classes, where config.json names none
@@ -151,6 +157,24 @@ def check_kind(model: ModelConfig, model_type: str) -> None:
         )
 
 
+def check_numbers(hf: Mapping[str, Any]) -> None:
+    """Raise ValueError for a config.json that has no such number where a number belongs, so that all may read it."""
+    if not isinstance(hf.get("model_type", ""), str):
+        raise ValueError(f"the model's config.json has model_type = {str(hf['model_type'])[:80]}: a name belongs there")
+    for name, value in hf.items():
+        if isinstance(value, Mapping) and name.endswith("text_config"):
+            check_numbers(value)
+        if not (found := NUMBERS.match(name)) or value is None:
+            continue
+        most = MOST_LAYERS if found["layers"] else MOST
+        for number in value if isinstance(value, list) else [value]:
+            is_whole = isinstance(number, (int, float)) and not isinstance(number, bool) and number % 1 == 0
+            if number is not None and not (is_whole and 0 <= number <= most):
+                raise ValueError(
+                    f"the model's config.json has {name} = {str(value)[:80]}: whole numbers up to {most:,} belong there"
+                )
+
+
 def _check_dropout(model: ModelConfig, hf: Mapping[str, Any]) -> None:
     if model.dropout and not dropout_fields(hf):
         kind = hf.get("model_type", "unknown")
@@ -180,6 +204,7 @@ def default_mlp_width(model: ModelConfig) -> int:
 
 def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
     """Return the shape that a Hugging Face config.json describes, not counted. `context` 0: it names no limit."""
+    check_numbers(hf)
     kind = hf.get("model_type", "unknown")
 
     def first(*names: str) -> int:

@@ -17,6 +17,7 @@ from typing import Literal, Self
 
 from training.config.parallel import Stages
 from training.config.run import RunConfig
+from training.facts.placed import FileName
 from training.records.left_out import SpikeState
 from training.records.record import DamagedRecord, Record, SealedRecord, sha256_file
 
@@ -61,15 +62,15 @@ class CheckpointManifest(SealedRecord):
     val_loss: float | None
     micro_batches: tuple[int, ...] = ()
     spikes: SpikeState = SpikeState()
-    files: dict[str, WrittenFile]
+    files: dict[FileName, WrittenFile]
 
     @classmethod
-    def of_content(cls, content: bytes, path: Path | str) -> Self:
+    def parse(cls, content: bytes, *, where: Path | str) -> Self:
         """Also raises DamagedRecord if the folder of the manifest has the name of another step."""
-        manifest, name = super().of_content(content, path), str(path).split("/")[-2:][0]
+        manifest, name = super().parse(content, where=where), str(where).split("/")[-2:][0]
         named = FOLDER.fullmatch(name)
         if named and int(named[1]) != manifest.step:
-            raise DamagedRecord(path, f"is of step {manifest.step}, and lies in the folder {name}: it was moved")
+            raise DamagedRecord(where, f"is of step {manifest.step}, and lies in the folder {name}: it was moved")
         return manifest
 
     def was_trained_on(self, steps: Iterable[int]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from training.facts.placed import FileName
 from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, RankFile, finished_checkpoints
 from training.records.record import DamagedRecord, SealedRecord
 
@@ -25,7 +26,7 @@ class MemoryRecord(SealedRecord):
     """
 
     step: int
-    name: str
+    name: FileName
 
 
 class RankShare(SealedRecord):
@@ -33,7 +34,7 @@ class RankShare(SealedRecord):
 
     rank: int
     checkpoint: CheckpointManifest  # the manifest of the complete checkpoint, without file names
-    files: dict[str, RankFile]
+    files: dict[FileName, RankFile]
 
 
 def memory_record(run_dir: Path) -> MemoryRecord | None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from training.facts.placed import FileName
 from training.records.record import Record
 from training.records.text_encoding import TextEncoding
 
@@ -241,7 +242,7 @@ class ExportedModel(Record):
     end_id: int
     end_ids: tuple[int, ...] = ()
     text_encoding: TextEncoding | None = None
-    files: dict[str, str]
+    files: dict[FileName, str]
     tensors: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     parity: ParityReport
     skipped: dict[str, str]  # what could not be made or was not carried over, and why

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from training.records.cures import Cure
 from training.records.record import Record
 from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.records.words import counted
 
+SHARD_NAME = r"^(\.\./[\w.-]*\w[\w.-]*/)?(train|validation)/[0-9-]+$"  # a mixture's lie in the folders beside it
 LOST_SHARE = 0.001  # of the characters; more is a warning
 GARBLED_SHARE = 0.0001
 FOLD = 3  # more or less of the text than is asked for is a warning
@@ -38,7 +41,7 @@ class Shard(Record):
     None for train shards and in older folders.
     """
 
-    name: str
+    name: Annotated[str, Field(pattern=SHARD_NAME)]
     split: Literal["train", "validation"]
     tokens: int
     documents: int
@@ -118,8 +121,8 @@ class TokenShards(Ledger):
 
     `parts`: the names of a mixture's sources, in order; its shards lie in the folders of the sources, beside this one.
     `left_out`: the files that were not read. `hints`: sentences about files that may be meant otherwise.
-    `text_encoding`: None in shards of older versions, whose rule is none. `asked_fraction`: how much of the text was to be
-    held out, if whole documents are; otherwise 0. `garbled_example`: characters and the place of the first.
+    `text_encoding`: None in shards of older versions, whose rule is none. `asked_fraction`: how much of the text was to
+    be held out, if whole documents are; otherwise 0. `garbled_example`: characters and the place of the first.
     """
 
     fingerprint: str

@@ -93,10 +93,10 @@ CONTENT = CheckpointManifest(step=3, strategy="ddp", config_sha256="0" * 64, fil
 )
 def test_no_byte_of_a_manifest_changes_unseen(changed: Callable[[int], bytes]) -> None:
     path = "checkpoints/00000003/manifest.json"
-    assert CheckpointManifest.of_content(CONTENT, path).content() == CONTENT
+    assert CheckpointManifest.parse(CONTENT, where=path).content() == CONTENT
     for place in range(len(CONTENT)):
         with pytest.raises(DamagedRecord, match=path):
-            CheckpointManifest.of_content(changed(place), path)
+            CheckpointManifest.parse(changed(place), where=path)
 
 
 def change(field: str, before: str, after: str) -> Callable[[Path], None]:
