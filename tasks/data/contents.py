@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Literal, NamedTuple, TypeVar
 
 from tasks.data.decompression import COMPRESSIONS, compression_of
-from training.records.cures import Cure
+from training.facts.cures import Cure
 
 Format = Literal["text", "json lines", "json array", "json objects", "csv", "tsv", "parquet", "arrow", "hub"]
 

@@ -18,7 +18,7 @@ from tasks.data.readers import LONGEST_PIECE, Span, read_spans
 from tasks.data.sources import SkippedDocuments, find_sources
 from tests.support.tiny_corpus import all_documents, decoded, prepare
 from training.config.data import DataConfig
-from training.records.cures import Cure
+from training.facts.cures import Cure
 from training.shards.format import SPLITS
 from training.shards.stream import TokenStream
 
