@@ -137,8 +137,6 @@ def _header_problem(header: list[str], delimiter: str, column: str) -> str:
         return f"has the column {column!r} {header.count(column)} times: rename all but one"
     if column in header:
         return ""
-    if header[0].startswith("sep="):
-        return f"has {header[0]!r} as its first line, which is for a spreadsheet: delete it"
     if column in [name.strip('"') for name in header]:
         return f"has no column {column!r} but {listed(header)}, in quotes; {Cure.QUOTED}"
     if problem := _other_delimiter(delimiter.join(header), delimiter, column):
