@@ -13,22 +13,13 @@ from tasks.store.transfer import download_all, listing
 from tasks.workspace.locks import exclusive
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
-<<<<<<< HEAD
+from training.facts.cures import Cure
 from training.store.urls import check_url, is_url
 
 logger = logging.getLogger(__name__)
 
-=======
-from training.facts.cures import Cure
-from training.store.urls import check_url, filesystem, is_url, store_errors
+VERSIONS = ("ETag", "mtime", "Last-Modified")  # what changes with a file's content
 
-logger = logging.getLogger(__name__)
-
-DONE = ".copied"
-WEB = ("http://", "https://")
-VERSIONS = ("ETag", "mtime", "LastModified", "Last-Modified")  # what changes with a file's content
-
->>>>>>> af112e37 (One table of cures; headers of tables are found; models behind web listings are copied)
 
 def local_copy(path: str, *, field: str) -> str:
     """Return `path`, or for a URL the folder that has its complete copy.
@@ -50,7 +41,6 @@ def local_copies(config: RunConfig) -> dict[str, str]:
 
 
 def _copied(url: str, *, field: str) -> Path:
-<<<<<<< HEAD
     check_url(url, field=field)
     try:
         return _copy(url, field=field)
@@ -63,22 +53,12 @@ def _copied(url: str, *, field: str) -> Path:
 
 def _copy(url: str, *, field: str) -> Path:
     found = listing(url)
-=======
-    with store_errors(url):
-        store = filesystem(url)
-        store.invalidate_cache()
-        place = store._strip_protocol(url)
-        found = {name: info for name, info in store.find(url, detail=True).items() if info.get("type") != "directory"}
-        if url.startswith(WEB):  # a listing has neither sizes nor hashes, and links that sort it
-            found = {name: store.info(name) for name in found if "?" not in name}
-            if unsized := [name for name, info in found.items() if info.get("size") is None]:
-                raise ValueError(f"{field} = {url}: the server does not say how long {unsized[0]} is: {Cure.DOWNLOAD}")
->>>>>>> af112e37 (One table of cures; headers of tables are found; models behind web listings are copied)
     if not found:
         raise ValueError(f"{field} = {url}: there is no folder with files at this URL: correct it")
+    if unsized := [name for name, info in found.items() if info.get("size") is None]:
+        raise ValueError(f"{field} = {url}: the server does not say how long {unsized[0]} is: {Cure.DOWNLOAD}")
     content = sorted(
-        (name, info.get("size"), str(next((info[key] for key in VERSIONS if info.get(key)), "")))
-        for name, info in found.items()
+        (name, info.get("size"), str([info[key] for key in VERSIONS if info.get(key)])) for name, info in found.items()
     )
     digest = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
     folder = home() / "copies" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', url.rpartition('/')[2])}-{digest}"

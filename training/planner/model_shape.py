@@ -9,12 +9,8 @@ from typing import Any
 from training.config.data import ASSUMED_VOCAB
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
-<<<<<<< HEAD
-from training.facts.families import adds_loss, masked_types, types_counting_from_pad, types_without_heads
-=======
 from training.facts.cures import Cure
-from training.facts.families import adds_loss, masked_types, types_counting_from_pad
->>>>>>> af112e37 (One table of cures; headers of tables are found; models behind web listings are copied)
+from training.facts.families import adds_loss, masked_types, types_counting_from_pad, types_without_heads
 from training.planner.precision import FP8_MULTIPLE
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
@@ -285,17 +281,10 @@ def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping
     if config.model.init == "pretrained" and hf_config:
         theirs = int(hf_config.get("vocab_size", 0))
         if ours > theirs:
-<<<<<<< HEAD
             is_own = tokenizer.kind == "pretrained" and tokenizer.path == config.model.path
-            own = f"the model's own tokenizer, data.tokenizer.kind=pretrained data.tokenizer.path={config.model.path}"
+            own = f"the model's own tokenizer, {Cure.ITS_TOKENIZER(path=config.model.path)}"
             cure = rows_cure(ours) if is_own else f"use {own}; if it is, {rows_cure(ours)}"
             raise ValueError(f"the tokenizer has {ours:,} tokens, the embedding of the model {theirs:,} rows: {cure}")
-=======
-            raise ValueError(
-                f"the tokenizer has {ours} tokens, the pretrained model only {theirs}: use the model's own tokenizer, "
-                f"{Cure.ITS_TOKENIZER(path=config.model.path)}"
-            )
->>>>>>> af112e37 (One table of cures; headers of tables are found; models behind web listings are copied)
         return theirs
     return ours or ASSUMED_VOCAB[tokenizer.kind]
 
