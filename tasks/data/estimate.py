@@ -113,7 +113,7 @@ def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
         ledger=ledger.model_copy(update=skipped.counts()),
         skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped.examples),
         hints=(*skipped.hints, *special, *_unlike_parts(data, sources, sizes, is_counted=times == 1)),
-        garbled_example="{1} in {0}".format(*skipped.garbled_example) if skipped.garbled_example else "",
+        garbled_example="{1} in {0}".format(*skipped.garbled.example) if skipped.garbled.example else "",
     )
 
 

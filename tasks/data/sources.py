@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 from tasks.data.contents import Format, Kind, format_of_name, recognize, settings_in, suffix_of
 from tasks.data.decompression import COMPRESSIONS, compression_of, unpacked
-from tasks.data.encodings import BadLines, Recoded, encoding_of, garbled_places, how_to_read
+from tasks.data.encodings import BadLines, GarbledText, Recoded, encoding_of, how_to_read
 from tasks.data.remote import RemoteFile, as_value_errors, find_files
 from tasks.data.row_filter import RowFilter
 from tasks.hardware.machine import usable_cores
 from training.config.data import SHARDS, DataConfig
-from training.records.cures import Cure
+from training.facts.cures import Cure
 from training.records.record import sha256_file
 from training.records.token_shards import LeftOut, SourceFile
 from training.records.words import counted
@@ -73,8 +73,7 @@ class SkippedDocuments:
         self.num_repeated = 0
         self.num_filtered = 0
         self.num_nuls = 0  # NUL characters in documents that are kept
-        self.num_garbled = 0  # places that seem to have been read in a wrong encoding
-        self.garbled_example: tuple[object, str] | None = None  # the place of the document, and the characters
+        self.garbled = GarbledText()
         self.left_out: list[LeftOut] = []
         self.hints: list[str] = []
         self.digests = digests
@@ -97,14 +96,8 @@ class SkippedDocuments:
             "filtered": self.num_filtered,
             "skipped": self.count,
             "nul_characters": self.num_nuls,
-            "garbled": self.num_garbled,
+            "garbled": self.garbled.count,
         }
-
-    def look_for_garbled(self, place: object, text: str) -> None:
-        """Count the places of a text that seem to have been read in a wrong encoding."""
-        if found := garbled_places(text):
-            self.num_garbled += len(found)
-            self.garbled_example = self.garbled_example or (place, found[0])
 
     def skip_or_raise(self, place: object, problem: str, *, documents: int = 1, is_whole_file: bool = False) -> None:
         """Count the documents that are lost to the problem, or raise ValueError unless data.on_error=skip.

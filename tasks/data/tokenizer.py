@@ -15,6 +15,7 @@ from tasks.data.encoder import SavedTokenizer, choose_library, load_tokenizer
 from tasks.store.local_copy import local_copy
 from tasks.workspace.bounded_process import BoundedTemplate
 from training.config.data import TokenizerConfig
+from training.facts.cures import Cure
 from training.records.record import sha256_file
 from training.records.text_encoding import TextEncoding
 from training.tokenizer.pretrained import PretrainedTokenizer, open_pretrained, save
@@ -50,7 +51,7 @@ def load_pretrained(config: TokenizerConfig) -> PretrainedTokenizer | None:
     if config.vocab_size and config.vocab_size != size:
         raise ValueError(
             f"data.tokenizer.path={config.path} has {size:,} tokens, data.tokenizer.vocab_size expects "
-            f"{config.vocab_size}: set data.tokenizer.vocab_size to {size}, or to 0 for any size"
+            f"{config.vocab_size}: {Cure.VOCAB_SIZE(size=size)}"
         )
     return loaded
 
@@ -64,7 +65,7 @@ def special_tokens(pretrained: PretrainedTokenizer | None, *, masked: bool) -> S
     if end is None:
         raise ValueError(
             f"data.tokenizer.path={path} has neither an end token (eos_token) nor a sep_token, so nothing could mark "
-            "where a document ends: set eos_token in its tokenizer_config.json"
+            f"where a document ends: {Cure.END_TOKEN}"
         )
     if masked and mask is None:
         raise ValueError(
@@ -121,7 +122,7 @@ def _bos(config: TokenizerConfig, pretrained: PretrainedTokenizer, *, continued:
     if not (bos := pretrained.config.get("bos_token")):
         raise ValueError(
             f"data.tokenizer.bos=yes: the tokenizer of {config.path} has no bos_token: set one in its "
-            "tokenizer_config.json, or data.tokenizer.bos=no"
+            f"tokenizer_config.json, or {Cure.NO_BOS}"
         )
     return (bos,)
 

@@ -13,6 +13,7 @@ from typing import Any
 from tasks.store.local_copy import local_copy
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
+from training.facts.cures import Cure
 from training.facts.model_config import read_settings
 from training.planner.model_shape import check_numbers, rows_cure
 from training.records.model_state import saved_shapes, weight_map
@@ -162,7 +163,7 @@ def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
                 path,
             )
         return
-    cure = f"use the model's own: data.tokenizer.kind=pretrained data.tokenizer.path={path}"
+    cure = f"use the model's own: {Cure.ITS_TOKENIZER(path=path)}"
     if tokenizer is None and wanted.kind == "bpe" and wanted.bpe_size < (size := len(_vocabulary(theirs))):
         raise ValueError(
             f"model.path = {path} was trained with a tokenizer of {size:,} tokens, which no BPE of {wanted.bpe_size:,} "

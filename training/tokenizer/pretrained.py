@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from training.facts.cures import Cure
 from training.records.record import read_fields, write_atomically
 from training.tokenizer.text_encoder import panics_as_errors, special_tokens_of, tokens_around
 
@@ -74,7 +75,7 @@ def open_pretrained(path: str, *, name: str = "", says: bool = True) -> Pretrain
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{name or path}: no tokenizer can be loaded from there ({reason}): give a folder with a tokenizer.json or "
-            "a hub name that this machine can reach, or train one with data.tokenizer.kind=bpe"
+            f"a hub name that this machine can reach, or {Cure.TRAIN_TOKENIZER}"
         ) from error
 
 
