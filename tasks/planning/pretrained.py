@@ -16,7 +16,7 @@ from training.config.run import RunConfig
 from training.facts.cures import Cure
 from training.facts.model_config import read_settings
 from training.planner.model_shape import check_numbers, rows_cure
-from training.records.model_state import saved_shapes, weight_map
+from training.records.model_state import check_finite, saved_shapes, weight_map
 from training.records.record import read_fields, sha256_file
 from training.tokenizer.pretrained import open_pretrained
 
@@ -129,6 +129,17 @@ def check_optimizer(config: RunConfig) -> None:
             f"train.optimizer_path = {config.train.optimizer_path} is not a checkpoint, it has no manifest.json: give "
             "runs/ID/checkpoints/STEP, or leave it out to begin with moments of zero"
         )
+
+
+def check_start(config: RunConfig) -> None:
+    """Raise ValueError if the weights or moments that a run starts from hold NaN or infinite numbers.
+
+    Reads the files; models on the hub are read by the ranks.
+    """
+    if config.model.init == "pretrained":
+        check_finite(Path(local_copy(config.model.path, field="model.path")).expanduser())
+    if config.train.optimizer_path:
+        check_finite(Path(local_copy(config.train.optimizer_path, field="train.optimizer_path")), "optimizer*")
 
 
 def _check_files(folder: Path) -> None:
