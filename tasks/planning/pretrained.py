@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.store.local_copy import local_copy
+from tasks.store.model_folder import check_model_folder
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
 from training.facts.model_config import read_settings
@@ -64,6 +65,7 @@ def config_file(model: ModelConfig) -> Path:
         )
     if path is None:
         raise ValueError(f"model.path = {model.path!r} has no config.json: give the folder or hub name of a model")
+    check_model_folder(path)
     return path
 
 

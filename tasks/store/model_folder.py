@@ -11,6 +11,7 @@ from pathlib import Path
 
 from training.records.record import MOST_FIELDS_BYTES, DamagedRecord, check_regular, read_fields
 
+CURE = "copy the model again, or take another"
 MIB = 2**20
 LARGEST: dict[str, int | None] = {  # bytes of the files that transformers and tokenizers read; the first that fits
     "tokenizer.json": 256 * MIB,
@@ -37,7 +38,10 @@ FIELDS = (  # files that have one JSON object
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ValueError, with the file and the reason, for a folder with a file that no library should open."""
+    """Raise ValueError, with the file and the reason, for a folder with a file that no library should open.
+
+    `folder` may be one file, as those of the hub are.
+    """
     for path in _files(folder):
         largest = next((size for kind, size in LARGEST.items() if path.match(kind)), 0)
         try:
@@ -46,10 +50,15 @@ def check_model_folder(folder: Path) -> None:
             if any(map(path.match, FIELDS)):
                 read_fields(path)
         except FileNotFoundError:
-            raise DamagedRecord(path, "is a link to nothing") from None
+            raise ValueError(f"{path} is a link to nothing: {CURE}") from None
+        except DamagedRecord as error:
+            raise ValueError(f"{error.problem}: {CURE}") from None
 
 
 def _files(folder: Path) -> Iterator[Path]:
+    if not folder.is_dir():
+        yield folder
+        return
     yield from sorted(folder.iterdir())
     templates = folder / "additional_chat_templates"  # in which transformers looks
     if templates.is_dir():

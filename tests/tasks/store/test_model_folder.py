@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flows.cli.command import _is_bad_input
 from tasks.data.tokenizer import load_pretrained
 from tasks.evaluation.evaluate import find_subject
 from tasks.planning.pretrained import check_optimizer, hf_config
@@ -56,8 +57,9 @@ def model(tmp_path: Path) -> Path:
 def test_what_is_no_file_is_not_waited_for(door: Callable[[Path], object], spoiled: str, model: Path) -> None:
     spoil, why = NOT_FILES[spoiled]
     spoil(model / "generation_config.json")
-    with pytest.raises(ValueError, match=rf"generation_config\.json {why}"):
+    with pytest.raises(ValueError, match=rf"generation_config\.json {why}") as refused:
         door(model)
+    assert _is_bad_input(refused.value)
 
 
 @pytest.mark.parametrize("name", [*FILES, "tokenizer.model", "merges.txt", "pytorch_model.bin"])
@@ -83,8 +85,9 @@ def test_json_that_is_no_plain_object_is_refused(name: str, spoiled: str, model:
     (model / name).write_bytes(content)
     for door in DOORS:
         if name == "config.json" or door is not evaluation_door:
-            with pytest.raises(ValueError, match=rf"{name} .*{why}"):
+            with pytest.raises(ValueError, match=rf"{name} .*{why}") as refused:
                 door(model)
+            assert _is_bad_input(refused.value)
 
 
 @pytest.mark.parametrize(
