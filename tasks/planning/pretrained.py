@@ -15,7 +15,7 @@ from tasks.store.model_folder import check_model_folder
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
 from training.facts.model_config import read_settings
-from training.planner.model_shape import check_numbers, rows_cure
+from training.planner.model_shape import rows_cure
 from training.records.model_state import saved_shapes, weight_map
 from training.records.record import read_fields, sha256_file
 from training.tokenizer.pretrained import open_pretrained
@@ -33,7 +33,6 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     if model.init == "pretrained":
         _check_files(Path(folder).expanduser())
     content: dict[str, Any] = dict(read_fields(path))
-    check_numbers(content)
     if model.init == "pretrained" and (quantized := content.get("quantization_config")):
         by = quantized.get("quant_method") if isinstance(quantized, dict) else repr(quantized)
         raise ValueError(
@@ -65,7 +64,6 @@ def config_file(model: ModelConfig) -> Path:
         )
     if path is None:
         raise ValueError(f"model.path = {model.path!r} has no config.json: give the folder or hub name of a model")
-    check_model_folder(path)
     return path
 
 
@@ -208,7 +206,11 @@ def _vocabulary(file: Path) -> dict[str, int]:
 
 def _whole_vocabulary(path: str, *, field: str) -> dict[str, int]:
     """Return the vocabulary of a stranger's tokenizer, with what its other files add to tokenizer.json."""
-    words: dict[str, int] = open_pretrained(local_copy(path, field=field), says=False).tokenizer.get_vocab()
+    try:
+        opened = open_pretrained(local_copy(path, field=field), says=False)
+    except ValueError as error:
+        raise ValueError(f"{field}={path}: no tokenizer can be loaded from there ({error})") from error
+    words: dict[str, int] = opened.tokenizer.get_vocab()
     return words
 
 
@@ -222,8 +224,10 @@ def _file(path: str, name: str, *, field: str) -> Path | None:
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(path, name))
+        file = Path(hf_hub_download(path, name))
     except RemoteEntryNotFoundError:
         return None
     except Exception as error:  # a wrong name, no such model, no network: each raises another type
         raise ValueError(f"{field} = {path!r} is neither a folder nor a model on the hub ({error})") from error
+    check_model_folder(file)
+    return file

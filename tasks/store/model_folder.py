@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from training.planner.model_shape import check_numbers
 from training.records.record import MOST_FIELDS_BYTES, DamagedRecord, check_regular, read_fields
 
 CURE = "copy the model again, or take another"
@@ -47,8 +48,9 @@ def check_model_folder(folder: Path) -> None:
         try:
             if largest != 0:
                 check_regular(path, most_bytes=largest)
-            if any(map(path.match, FIELDS)):
-                read_fields(path)
+            fields = read_fields(path) if any(map(path.match, FIELDS)) else {}
+            if path.name == "config.json":
+                check_numbers(fields)
         except FileNotFoundError:
             raise ValueError(f"{path} is a link to nothing: {CURE}") from None
         except DamagedRecord as error:

@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from training.records.record import read_fields, write_atomically
-from training.tokenizer.text_encoder import tokens_around
+from training.tokenizer.text_encoder import panics_as_errors, special_tokens_of, tokens_around
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +52,29 @@ class PretrainedTokenizer:
     def chat_template(self) -> str:
         """Return the template, of several the default one; empty without one."""
         found = self.config.get("chat_template") or ""
-        return (
-            next((each["template"] for each in found if each["name"] == "default"), "")
-            if isinstance(found, list)
-            else found
-        )
+        if isinstance(found, list):
+            found = next((each["template"] for each in found if each["name"] == "default"), "")
+        if not isinstance(found, str):
+            raise ValueError(f"data.tokenizer.path={self.path}: its chat template is no text: mend or remove it")
+        return found
 
 
 def open_pretrained(path: str, *, says: bool = True) -> PretrainedTokenizer:
     """Return the tokenizer of a folder, or of a hub's model: tokenizer.json's, or else the one that its class makes.
 
-    `says`: what its other files say otherwise is logged. Raises OSError or ValueError if there is none, and ValueError
-    for added tokens whose IDs it cannot give.
+    `says`: what its other files say otherwise is logged. Raises ValueError, with the reason, if there is none that can
+    be used, whatever transformers and tokenizers raise for files that they do not expect.
     """
+    try:
+        with panics_as_errors():
+            opened = _open(path, says=says)
+            special_tokens_of(opened.tokenizer)
+            return opened
+    except Exception as error:
+        raise ValueError((str(error).strip() or type(error).__name__).splitlines()[0]) from error
+
+
+def _open(path: str, *, says: bool) -> PretrainedTokenizer:
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import cached_file
 

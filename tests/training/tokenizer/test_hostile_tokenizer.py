@@ -120,7 +120,9 @@ def test_wrong_types_in_tokenizer_config_are_taken_or_refused(field: str, value:
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     refused = ""
     try:
-        load_pretrained(TokenizerConfig(kind="pretrained", path=str(folder)))
+        loaded = load_pretrained(TokenizerConfig(kind="pretrained", path=str(folder)))
+        assert loaded
+        assert isinstance(loaded.chat_template, str)
     except ValueError as error:
         refused = str(error)
     assert not refused or f"data.tokenizer.path={folder}" in refused
