@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tasks.store.local_copy import local_copy
+from tasks.store.model_folder import check_model_folder
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
 from training.facts.cures import Cure
 from training.facts.model_config import read_settings
-from training.planner.model_shape import check_numbers, rows_cure
+from training.planner.model_shape import rows_cure
 from training.records.model_state import check_finite, saved_shapes, weight_map
 from training.records.record import read_fields, sha256_file
 from training.tokenizer.pretrained import open_pretrained
@@ -33,7 +34,6 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     if model.init == "pretrained":
         _check_files(Path(folder).expanduser())
     content: dict[str, Any] = dict(read_fields(path))
-    check_numbers(content)
     if model.init == "pretrained" and (quantized := content.get("quantization_config")):
         by = quantized.get("quant_method") if isinstance(quantized, dict) else repr(quantized)
         raise ValueError(
@@ -234,8 +234,10 @@ def _file(path: str, name: str, *, field: str) -> Path | None:
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(path, name))
+        file = Path(hf_hub_download(path, name))
     except RemoteEntryNotFoundError:
         return None
     except Exception as error:  # a wrong name, no such model, no network: each raises another type
         raise ValueError(f"{field} = {path!r} is neither a folder nor a model on the hub ({error})") from error
+    check_model_folder(file)
+    return file

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from training.planner.model_shape import check_numbers
 from training.records.record import MOST_FIELDS_BYTES, DamagedRecord, check_regular, read_fields
 
+CURE = "copy the model again, or take another"
 MIB = 2**20
 POINTER, POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # its first bytes; it is no larger
 LARGEST: dict[str, int | None] = {  # bytes of the files that transformers and tokenizers read; the first that fits
@@ -38,17 +40,24 @@ FIELDS = (  # files that have one JSON object
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ValueError, with the file and the reason, for a folder with a file that no library should open."""
-    _refuse_pointers(folder)
+    """Raise ValueError, with the file and the reason, for a folder with a file that no library should open.
+
+    `folder` may be one file, as those of the hub are.
+    """
+    if folder.is_dir():
+        _refuse_pointers(folder)
     for path in _files(folder):
         largest = next((size for kind, size in LARGEST.items() if path.match(kind)), 0)
         try:
             if largest != 0:
                 check_regular(path, most_bytes=largest)
-            if any(map(path.match, FIELDS)):
-                read_fields(path)
+            fields = read_fields(path) if any(map(path.match, FIELDS)) else {}
+            if path.name == "config.json":
+                check_numbers(fields)
         except FileNotFoundError:
-            raise DamagedRecord(path, "is a link to nothing") from None
+            raise ValueError(f"{path} is a link to nothing: {CURE}") from None
+        except DamagedRecord as error:
+            raise ValueError(f"{error.problem}: {CURE}") from None
 
 
 def _refuse_pointers(folder: Path) -> None:
@@ -62,6 +71,9 @@ def _refuse_pointers(folder: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
+    if not folder.is_dir():
+        yield folder
+        return
     yield from sorted(folder.iterdir())
     templates = folder / "additional_chat_templates"  # in which transformers looks
     if templates.is_dir():

@@ -71,6 +71,8 @@ def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
         )
     num_layers, tensors = len(hf.get_submodule(name)), _tensors(hf)
     embedding, output = hf.get_input_embeddings().weight, hf.get_output_embeddings()
+    if not len(embedding):
+        raise ValueError("the model's config.json has vocab_size = 0: set it to the number of the embedding's rows")
     tied = getattr(output, "weight", None) is embedding
     rows = {id(module.weight) for module in hf.modules() if isinstance(module, nn.Embedding)}
     first = next(place for place, each in enumerate(tensors) if each.name.startswith(f"{name}."))
@@ -155,7 +157,7 @@ def _used(hf: Any, name: str, parameter: nn.Parameter) -> int:
         )
     experts = hf.get_submodule(name[: found.end()].rstrip("."))
     count = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", parameter.shape[0])
-    return parameter.numel() * min(chosen, count) // count
+    return parameter.numel() * min(chosen, count) // max(1, count)
 
 
 def is_cut(hf: Any, name: str) -> bool:

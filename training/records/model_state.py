@@ -99,9 +99,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 def weight_map(index: Path) -> dict[str, str]:
     """Return tensor -> file by an index of safetensors files. Raises ValueError for one that names files elsewhere."""
-    found = read_fields(index)["weight_map"]
+    try:
+        found = read_fields(index)["weight_map"]
+    except DamagedRecord as error:
+        raise ValueError(f"{error.problem}: {COPY_AGAIN}") from None
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
-        raise DamagedRecord(index, "is damaged (`weight_map` does not name a file for each tensor)", cure=COPY_AGAIN)
+        raise ValueError(f"{index} is damaged (`weight_map` does not name a file for each tensor): {COPY_AGAIN}")
     for name in {*found.values()}:
         if "/" in safe_name(name, source=str(index)):
             raise ValueError(f"{index} names the file {name!r}, in a folder of its own: put it beside the index")
@@ -112,10 +115,12 @@ def open_tensors(path: Path, *, framework: str = "np") -> Any:
     """Open a safetensors file. Raises ValueError, with the reason, for any other; FileNotFoundError for none."""
     from safetensors import SafetensorError, safe_open
 
-    check_regular(path)
     try:
+        check_regular(path)
         return safe_open(path, framework)
-    except (OSError, SafetensorError) as error:
+    except FileNotFoundError:
+        raise
+    except (OSError, SafetensorError, DamagedRecord) as error:
         raise ValueError(f"{path} cannot be read as safetensors ({error}): {COPY_AGAIN}") from None
 
 

@@ -104,17 +104,18 @@ def _source(folder: Path, config: dict[str, Any]) -> str:
         return path.read_text()
     found = config.get("chat_template")
     if isinstance(found, list):  # several templates, by name
-        found = next((each["template"] for each in found if each["name"] == "default"), None)
-    if not found:
+        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = named[0].get("template") if named else None
+    if not found or not isinstance(found, str):
         raise LookupError(
             "its tokenizer has no chat template (no chat_template.jinja, no `chat_template` in tokenizer_config.json): "
             "use /v1/completions, or train with a tokenizer that has one"
         )
-    return str(found)
+    return found
 
 
 def _text(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)
+    return str(token.get("content", "") if isinstance(token, dict) else token)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

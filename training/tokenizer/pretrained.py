@@ -53,11 +53,11 @@ class PretrainedTokenizer:
     def chat_template(self) -> str:
         """Return the template, of several the default one; empty without one."""
         found = self.config.get("chat_template") or ""
-        return (
-            next((each["template"] for each in found if each["name"] == "default"), "")
-            if isinstance(found, list)
-            else found
-        )
+        if isinstance(found, list):
+            found = next((each["template"] for each in found if each["name"] == "default"), "")
+        if not isinstance(found, str):
+            raise ValueError(f"data.tokenizer.path={self.path}: its chat template is no text: mend or remove it")
+        return found
 
 
 def open_pretrained(path: str, *, name: str = "", says: bool = True) -> PretrainedTokenizer:

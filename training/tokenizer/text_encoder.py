@@ -174,13 +174,21 @@ def special_tokens_of(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def tokens_around(tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the tokens that a tokenizer's post-processor puts before a text, and behind it."""
+    """Return the tokens that a tokenizer's post-processor puts before a text, and behind it.
+
+    Raises ValueError for a tokenizer that panics.
+    """
     for text in ("a", *itertools.islice(tokenizer.get_vocab(with_added_tokens=False), 100)):
-        with contextlib.suppress(Exception), panics_as_errors():  # for a text that the vocabulary lacks
-            encoding = tokenizer.encode(text, add_special_tokens=True)
-            own = [number for number, added in enumerate(encoding.special_tokens_mask) if not added]
-            if own:
-                return tuple(encoding.tokens[: own[0]]), tuple(encoding.tokens[own[-1] + 1 :])
+        try:
+            with panics_as_errors():
+                encoding = tokenizer.encode(text, add_special_tokens=True)
+        except ValueError:
+            raise
+        except Exception:  # from `tokenizers`, for a text that the vocabulary lacks
+            continue
+        own = [number for number, added in enumerate(encoding.special_tokens_mask) if not added]
+        if own:
+            return tuple(encoding.tokens[: own[0]]), tuple(encoding.tokens[own[-1] + 1 :])
     return (), ()
 
 
