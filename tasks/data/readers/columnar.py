@@ -83,6 +83,8 @@ def _columns(
     """
     names = schema.names
     others = wanted.where.columns if wanted.where else []
+    if wanted.where:
+        wanted.where.check_names(names)
     if problem := _schema_problem(schema, wanted.column):
         if skipped.on_error == "skip" or not span.start:
             place = Place(span, 0, "")
