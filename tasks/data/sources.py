@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import fnmatch
 import glob
+import heapq
 import io
 import logging
 import os
@@ -408,7 +409,8 @@ def _chosen(
 
     `sizes`: of all files, by name. `head` gives the first bytes of one.
     """
-    asked = [name for name in sizes if _asked(name, data)]
+    include, exclude = _Patterns(data.include), _Patterns(data.exclude)
+    asked = [name for name in sizes if (not data.include or include.match(name)) and not exclude.match(name)]
     if sizes and not asked:
         raise ValueError(
             f"data.include={', '.join(data.include) or '*'} and data.exclude={', '.join(data.exclude) or '(none)'} "
@@ -422,14 +424,14 @@ def _chosen(
         path = PurePath(name)
         if str(path.parent) in beside_arrow and (path.name in OF_DATASETS or fnmatch.fnmatchcase(name, CACHES)):
             continue
-        if _suffixes(Path(name))[0] in FORMATS or _named_by(data.include, path):
+        if _suffixes(Path(name))[0] in FORMATS or include.name_suffix(path):
             kept.append(name)
         else:
             others.setdefault("".join(path.suffixes[-2:]) if _is_archive(name) else path.suffix, []).append(name)
     if not kept:
         raise _no_texts(root, others, head)
     if len(asked) < len(sizes):
-        unasked = [name for name in sizes if name not in set(asked)]
+        unasked = sorted(sizes.keys() - {*asked})
         by_glob = _left_out("data.include, data.exclude", unasked, sizes, "not asked for")
         skipped.left_out.append(by_glob.model_copy(update={"asked": True, "refused": False}))
     by_size = sorted(
@@ -444,17 +446,21 @@ def _chosen(
     return kept
 
 
-def _asked(name: str, data: DataConfig) -> bool:
-    """Whether data.include and data.exclude leave a file in; `*` stands for any characters, `/` too."""
-    wanted = not data.include or any(fnmatch.fnmatchcase(name, each) for each in data.include)
-    return wanted and not any(fnmatch.fnmatchcase(name, each) for each in data.exclude)
+class _Patterns:
+    """Patterns of file names, in which `*` stands for any characters, `/` too. There may be as many names as files."""
 
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.globs = [each for each in patterns if glob.has_magic(each)]
+        self.names = {*patterns} - {*self.globs}
 
-def _named_by(include: Iterable[str], path: PurePath) -> bool:
-    """Whether a glob names the suffix of a file, which is then read as text whatever the suffix is."""
-    suffix = path.suffix or path.name  # a file without one is named by its whole name
-    named = (each for each in include if (PurePath(each).suffix or PurePath(each).name) == suffix)
-    return any(fnmatch.fnmatchcase(str(path), each) for each in named)
+    def match(self, name: str) -> bool:
+        return name in self.names or any(fnmatch.fnmatchcase(name, each) for each in self.globs)
+
+    def name_suffix(self, path: PurePath) -> bool:
+        """Whether a pattern names the suffix of a file, which is then read as text whatever the suffix is."""
+        suffix = path.suffix or path.name  # a file without one is named by its whole name
+        matching = (PurePath(each) for each in self.globs if fnmatch.fnmatchcase(str(path), each))
+        return str(path) in self.names or any((each.suffix or each.name) == suffix for each in matching)
 
 
 def _is_archive(name: str) -> bool:
@@ -553,7 +559,8 @@ def _walk(
     def files(start: Path) -> Iterator[tuple[str, Path]]:
         for parent, folders, names in os.walk(start, onerror=unreadable):
             folders[:] = [folder for folder in folders if not folder.startswith(".") and folder not in leave_out]
-            links.extend(Path(parent, folder) for folder in folders if Path(parent, folder).is_symlink())
+            for link in (Path(parent, folder) for folder in folders if Path(parent, folder).is_symlink()):
+                heapq.heappush(links, link)
             folders[:] = [folder for folder in folders if os.path.realpath(Path(parent, folder)) not in seen]
             seen.add(os.path.realpath(parent))
             for path in (Path(parent, name) for name in names if not name.startswith(HIDDEN)):
@@ -565,8 +572,7 @@ def _walk(
 
     found = list(files(root))
     while follow_links and links:
-        links.sort(reverse=True)
-        link = links.pop()
+        link = heapq.heappop(links)
         target = os.path.realpath(link)
         if target not in seen and not Path(os.path.realpath(root)).is_relative_to(target):
             found += files(link)
