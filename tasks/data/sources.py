@@ -11,11 +11,12 @@ import logging
 import os
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, Protocol
 
 from tasks.data.contents import UNPACK, problem_of_bytes
 from tasks.data.decompression import COMPRESSIONS, unpacked
@@ -62,6 +63,16 @@ LISTING_THREADS = max(16, usable_cores())  # on network disks and stores they mo
 KINDS_SHOWN = 6  # of the files that are left out
 
 
+class InFile(Protocol):
+    """A place in a file: the file's name, and the bytes of what begins there."""
+
+    @property
+    def file(self) -> str: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
 class SkippedDocuments:
     """The documents that a reader leaves out.
 
@@ -79,7 +90,8 @@ class SkippedDocuments:
         """`digests`: if given, it collects the first 16 bytes of the sha256 of each document's text."""
         self.on_error = on_error
         self.count = 0
-        self.examples: list[tuple[object, str]] = []  # place and problem
+        self.bytes_by_file = Counter[str]()  # of what could not be read
+        self.examples: list[tuple[str | InFile, str]] = []  # place and problem
         self.num_repeated = 0
         self.num_filtered = 0
         self.num_nuls = 0  # NUL characters in documents that are kept
@@ -104,18 +116,31 @@ class SkippedDocuments:
             "repeated": self.num_repeated,
             "filtered": self.num_filtered,
             "skipped": self.count,
+            "skipped_bytes": self.bytes_by_file.total(),
+            "skipped_files": len(self.bytes_by_file),
             "nul_characters": self.num_nuls,
         }
 
-    def skip_or_raise(self, place: object, problem: str, *, documents: int = 1, is_whole_file: bool = False) -> None:
+    def skip_or_raise(
+        self,
+        place: str | InFile,
+        problem: str,
+        *,
+        documents: int = 1,
+        num_bytes: int | None = None,
+        is_whole_file: bool = False,
+    ) -> None:
         """Count the documents that are lost to the problem, or raise ValueError unless data.on_error=skip.
 
-        `place` becomes text only if it is shown. `is_whole_file`: nothing of the file can be read.
+        `place`, a file's name or a place in it, becomes text only if it is shown. `num_bytes`: of the file, that are
+        lost; None: those of the place. `is_whole_file`: nothing of the file can be read.
         """
         if self.on_error == "stop":
             cure = "; correct it, or set data.on_error=skip to leave such documents out and count them"
             raise ValueError(f"{place}: {problem}{'' if is_whole_file else cure}")
         self.count += documents
+        file, size = (place, 0) if isinstance(place, str) else (place.file, place.size_bytes)
+        self.bytes_by_file[file] += size if num_bytes is None else num_bytes
         if len(self.examples) < EXAMPLES_KEPT:
             self.examples.append((place, problem))
 
@@ -296,11 +321,13 @@ def _recorded(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encod
     sources = []
     pool = ThreadPoolExecutor(LISTING_THREADS)  # hashing releases the interpreter lock
     try:
-        for name, source in [(name, pool.submit(_source, name, path, encoding, hashed)) for name, path in files]:
+        submitted = [(name, path, pool.submit(_source, name, path, encoding, hashed)) for name, path in files]
+        for name, path, source in submitted:
             try:
                 sources.append(source.result())
             except OSError as error:
-                skipped.skip_or_raise(name, f"cannot be read ({error.strerror})")
+                size = path.stat().st_size if path.exists() else 0
+                skipped.skip_or_raise(name, f"cannot be read ({error.strerror})", num_bytes=size)
     finally:  # after an error or Ctrl-C, do not hash the rest, which may be a terabyte
         pool.shutdown(cancel_futures=True)
     return sources
