@@ -25,6 +25,7 @@ from training.shards.packing import Epoch, one_epoch
 
 CHUNKS_READ = 16
 READ_BYTES = 8 * 2**20  # of text, in all of these chunks
+STEP_BYTES = 2**12
 LEARNED_MIB = 1  # of the sample of a larger corpus; a BPE learns from 4 MB in a second
 
 
@@ -183,8 +184,16 @@ class _Watched(Source):
     opened: list[io.BufferedReader] = field(default_factory=list)
 
     def open_bytes(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
-        self.opened.append(super().open_bytes(wanted_bytes=wanted_bytes))
+        file = super().open_bytes(wanted_bytes=wanted_bytes)
+        self.opened.append(_InSteps(file.detach()) if self.compression and not self.remote else file)
         return self.opened[-1]
+
+
+class _InSteps(io.BufferedReader):
+    """A compressed file that gives few bytes at once, so that its position tells how many were needed."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(size if size is None or size < 0 else min(size, STEP_BYTES))
 
 
 def _read(chunk: Chunk, data: DataConfig, *, limit: int) -> tuple[LastPiece | None, float, int]:

@@ -15,8 +15,8 @@ from tasks.data.corpus import prepare_corpus
 from tasks.data.estimate import READ_BYTES, estimate_text
 from tasks.planning.plan import plan_run
 from tasks.planning.text import TextEstimate
-from tests.support.text_cases import chatml
 from tests.support.tiny_corpus import prepare
+from tests.support.tokenizer_cases import chatml
 from training.config.run import RunConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.records.plan import RunPlan
@@ -24,7 +24,7 @@ from training.shards.format import SPLITS
 from training.shards.packing import one_epoch
 
 WORDS = [f"{stem}{ending}" for stem in ("wander", "house", "river", "count") for ending in ("", "s", "ing", "er")]
-HOSTS = "1x1xH100"
+HOSTS = "1x1xH100-80GB-SXM"
 
 
 def texts(number: int, *, seed: int = 5, words: int = 400) -> list[str]:
@@ -62,15 +62,15 @@ def estimated(data: dict[str, Any], **sections: Any) -> TextEstimate:
 def test_the_estimate_is_near_what_tokenization_gives(
     tmp_path: Path, kind: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.data.estimate.READ_BYTES", READ_BYTES // 4)  # 2 MiB of 5
-    path = write(tmp_path, kind, texts(3500))
+    monkeypatch.setattr("tasks.data.estimate.READ_BYTES", READ_BYTES // 8)  # 1 MiB of 2
+    path = write(tmp_path, kind, texts(1500))
     options = {"kind": tokenizer, "sample_mib": 1} | ({"vocab_size": 400} if tokenizer == "bpe" else {})
     found = estimated({"path": str(path), "tokenizer": options, "shard_mib": 1})
     shards = prepare(tmp_path, path, kind=tokenizer, tokenizer=options, shard_mib=1, processes=1)[1]
     for count in ("documents", "text_bytes", "tokens"):
         whole, estimate = (sum(map(getattr(each, count), SPLITS)) for each in (shards, found.shards))
-        assert estimate == pytest.approx(whole, rel=0.05)
-    assert found.shards.tokens("train") == pytest.approx(shards.tokens("train"), rel=0.1)
+        assert estimate == pytest.approx(whole, rel=0.15)
+    assert found.shards.tokens("train") == pytest.approx(shards.tokens("train"), rel=0.15)
     assert not found.is_counted
 
 
@@ -245,8 +245,8 @@ def test_a_large_corpus_is_not_refused_for_what_its_sample_lacks(
         )[1]
         assert not before.is_counted
         whole, estimate = (sum(map(each.tokens, SPLITS)) for each in (shards, before.shards))
-        assert estimate == pytest.approx(whole, rel=0.1)
-    assert before.shards.tokens("validation") == pytest.approx(shards.tokens("validation"), rel=0.1)
+        assert estimate == pytest.approx(whole, rel=0.15)
+    assert before.shards.tokens("validation") == pytest.approx(shards.tokens("validation"), rel=0.15)
 
 
 def test_what_would_stop_the_run_is_refused(tmp_path: Path) -> None:
