@@ -55,11 +55,18 @@ map: $(INSTALLED) ## draw docs/code-map.svg again, after files have moved
 audit: $(INSTALLED) ## known holes in the pinned dependencies, where pip-audit reaches its data
 	$(BIN)/python -m infra.audit
 
-lock-check: $(INSTALLED) ## do pyproject.toml, constraints.txt and what is installed agree?
-	$(BIN)/python -m infra.lock_check
+# The extras that infra/setup_venv.py installs, resolved for the oldest Python. A pin changes only if it has to, or by
+# `make lock UPGRADE='--upgrade-package torch'`. pip stays the environment's own.
+LOCK = $(BIN)/uv pip compile pyproject.toml --extra train --extra orchestrate --extra eval --extra dev --quiet \
+	--python-version 3.11 --no-annotate --no-emit-package pip --custom-compile-command 'make lock' $(UPGRADE)
 
-lock: ## write constraints.txt from what is installed
-	$(BIN)/python -m infra.lock_check --write
+lock-check: $(INSTALLED) ## does constraints.txt hold the versions that pyproject.toml asks for?
+	@cp constraints.txt .venv/constraints.txt
+	@$(LOCK) --output-file .venv/constraints.txt
+	@diff constraints.txt .venv/constraints.txt || { echo 'constraints.txt is not what pyproject.toml needs (above): make lock' >&2; exit 1; }
+
+lock: $(INSTALLED) ## write constraints.txt: the versions that pyproject.toml asks for
+	$(LOCK) --output-file constraints.txt
 
 clean: ## remove the virtual environment; runs/ stays
 	rm -rf .venv

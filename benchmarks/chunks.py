@@ -64,7 +64,7 @@ def sources() -> list[Source]:
     return [
         Source(
             Path(name),
-            "json",
+            "json lines",
             "",
             SourceFile(name=name, num_bytes=FILE_BYTES, sha256="0" * 64),
             remote=RemoteFile(f"s3://bucket/{name}", name, FILE_BYTES, "0"),

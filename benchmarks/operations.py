@@ -220,7 +220,7 @@ class Writing:
         measured.pop("raised")  # lost rows are counted in MLflow's database
         if way == OURS:  # as the flow does, once the ranks have ended
             began = time.monotonic()
-            send_rows(self.folder / METRICS, tracking_uri=self.servers.url("mlflow"), mlflow_run_id=self.runs[way])
+            send_rows(self.folder / METRICS, tracking_uri=self.servers.mlflow_uri, mlflow_run_id=self.runs[way])
             measured["drained_s"] += time.monotonic() - began
         lost, doubled = self.servers.rows(self.runs[way], written=self.rows)
         stalls = np.load(self.folder / f"{way}.npy")

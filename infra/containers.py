@@ -17,6 +17,7 @@ from typing import Any
 from docker.errors import APIError, NotFound
 from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
 
+from infra.heartbeat import Heartbeat
 from infra.hosts import HostClient, HostError, host_errors
 
 RUN, ATTEMPT, HOST, LAUNCHER = "shardline.run", "shardline.attempt", "shardline.host", "shardline.launcher"
@@ -36,16 +37,6 @@ class Bind:
     source: str
     target: str
     read_only: bool = True
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The container is healthy while this file was touched less than `max_age_s` ago; the image needs sh and stat."""
-
-    path: str
-    max_age_s: int
-    start_s: int = 60  # the file may be missing for this long after the start
-    every_s: int = 10  # a check starts a process in the container: about 0.1 s of a core
 
 
 @dataclass(frozen=True)
@@ -253,9 +244,8 @@ def _limits(job: Job) -> dict[str, Any]:
 def _health_check(heartbeat: Heartbeat | None) -> dict[str, Any]:
     if heartbeat is None:
         return {"test": ["NONE"]}  # an image's own health check would ask for a server that training does not have
-    age = f"$(( $(date +%s) - $(stat -c %Y '{heartbeat.path}') ))"
     return {
-        "test": ["CMD-SHELL", f'[ "{age}" -lt {heartbeat.max_age_s} ]'],
+        "test": ["CMD-SHELL", heartbeat.check],
         "interval": heartbeat.every_s * SECOND,
         "timeout": 10 * SECOND,
         "start_period": heartbeat.start_s * SECOND,

@@ -22,7 +22,7 @@ import urllib3
 from infra import pods
 from infra.hosts import HostError
 from infra.logs import SILENCE_S, Follower, OpenLog
-from infra.pods import JOBSET_API, Kind, Object, PodGroup, PodState, read_pod, selector
+from infra.pods import Object, PodGroup, PodState, read_pod, selector
 
 if TYPE_CHECKING:
     from kubernetes.client.configuration import Configuration
@@ -33,7 +33,6 @@ POLL_S = 0.3
 KILL_GRACE_S = 1  # 0 would delete the pod before its machine has confirmed the end
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JOBS = f"apis/{pods.JOB_API}"
-JOBSETS = f"apis/{JOBSET_API}"
 CURES = {
     401: "it does not accept your credentials: log in again, or check launch.kubernetes.context",
     403: "your credentials do not allow this: docs/kubernetes.md has the Role that is needed",
@@ -85,17 +84,7 @@ class Cluster:
 
     # Groups of pods
 
-    def kind(self) -> Kind:
-        """Return "JobSet" where the cluster has them, otherwise "Job"."""
-        try:
-            found = self._json("GET", JOBSETS)
-        except ClusterError as error:
-            if error.status != 404:
-                raise
-            return "Job"
-        return "JobSet" if any(each["name"] == "jobsets" for each in found["resources"]) else "Job"
-
-    def start(self, group: PodGroup, kind: Kind) -> None:
+    def start(self, group: PodGroup) -> None:
         """Create the group's objects; if one is refused, remove the others. The secret is removed with the group."""
         made: list[str] = []
 
@@ -108,22 +97,20 @@ class Cluster:
         try:
             if group.secret:
                 create("api/v1", "secrets", pods.secret(group))
-            folder, plural = self._owners(kind)
-            owner = create(folder, plural, pods.owner(group, kind))
+            owner = create(JOBS, "jobs", pods.job(group))
             if group.secret:
                 body = {"metadata": pods.owned_by(owner)}
                 self._json("PATCH", self._path("api/v1", "secrets", group.name), body=body, content=MERGE_PATCH)
-            if kind == "Job":  # a JobSet's controller makes the service itself
-                create("api/v1", "services", pods.service(group, belongs_to=owner))
+            create("api/v1", "services", pods.service(group, belongs_to=owner))
         except BaseException:
             for path in made:
                 with suppress(ClusterError):
                     self._delete(path)
             raise
 
-    def is_suspended(self, group: PodGroup, kind: Kind) -> bool:
+    def is_suspended(self, group: PodGroup) -> bool:
         """Whether a queue holds the group; it then has no pods yet."""
-        return bool(self._json("GET", self._path(*self._owners(kind), group.name))["spec"].get("suspend"))
+        return bool(self._json("GET", self._path(JOBS, "jobs", group.name))["spec"].get("suspend"))
 
     def pods(self, *, run: str = "", group: str = "") -> list[PodState]:
         """Return Shardline's pods, also ended ones: all, or those of one run or one group."""
@@ -139,12 +126,11 @@ class Cluster:
 
     def remove(self, *, run: str, group: str = "", grace_s: float = KILL_GRACE_S) -> None:
         """Remove all objects of a run, or of one of its groups; pods get `grace_s` to end, and are not waited for. The
-        owners of the pods are removed first, so that nothing makes new pods. Each kind is removed by one request, which
-        returns no secret.
+        Jobs are removed first, so that nothing makes new pods. Each kind is removed by one request, which returns no
+        secret.
         """
         query = {"labelSelector": selector(run=run, group=group)}
-        for folder, plural in ((JOBSETS, "jobsets"), (JOBS, "jobs")):
-            self._delete(self._path(folder, plural), query=query)
+        self._delete(self._path(JOBS, "jobs"), query=query)
         self._delete(self._path("api/v1", "pods"), query=query, grace_s=round(grace_s))
         for plural in ("services", "secrets"):
             self._delete(self._path("api/v1", plural), query=query)
@@ -184,15 +170,12 @@ class Cluster:
 
     # Requests
 
-    def _owners(self, kind: Kind) -> tuple[str, str]:
-        return (JOBSETS, "jobsets") if kind == "JobSet" else (JOBS, "jobs")
-
     def _delete(self, path: str, *, query: Mapping[str, str] | None = None, grace_s: int | None = None) -> None:
         body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
         try:
             self._json("DELETE", path, query=query, body=body | ({"gracePeriodSeconds": grace_s} if grace_s else {}))
         except ClusterError as error:
-            if error.status != 404:  # the object is gone already, or the cluster has no such kind
+            if error.status != 404:  # the object is gone already
                 raise
 
     def _path(self, folder: str, plural: str, name: str = "") -> str:

@@ -1,7 +1,7 @@
 """Pods of a program: the objects that are created for them, with as few rights as possible, and the pods' states.
 
-Pure functions over the API's JSON. Each group of pods is one JobSet, or one indexed Job with a headless service where
-the cluster has no JobSets. Kubernetes restarts none of them: the launcher decides what happens after a failure.
+Pure functions over the API's JSON. Each group of pods is one indexed Job with a headless service. Kubernetes restarts
+none of them: the launcher decides what happens after a failure.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
+
+from infra.heartbeat import Heartbeat
 
 Object = dict[str, Any]
-Kind = Literal["JobSet", "Job"]
 
 # Labels find Shardline's objects; annotations hold the same values without a label's limits.
 RUN, GROUP, ATTEMPT, LAUNCHER, HOSTS = (
@@ -26,24 +27,15 @@ RUN, GROUP, ATTEMPT, LAUNCHER, HOSTS = (
 )
 INDEX = "batch.kubernetes.io/job-completion-index"
 QUEUE = "kueue.x-k8s.io/queue-name"
-JOBSET_API, JOB_API = "jobset.x-k8s.io/v1alpha2", "batch/v1"
-CONTAINER, REPLICATED_JOB = "node", "node"
-LONGEST_GROUP = 45  # a JobSet's pods are called GROUP-node-0-INDEX-abcde, in 63 characters
+JOB_API = "batch/v1"
+CONTAINER = "node"
+LONGEST_GROUP = 52  # a Job's pods are called GROUP-INDEX-abcde, in 63 characters
 LONGEST_LABEL = 63
 SECRET_FOLDER, SECRET_FILE = "/run/shardline", "secrets.json"
 # The program reads its secrets from standard input, so that no environment and no command line holds them.
 WITH_SECRET = ("sh", "-c", f'exec "$@" <{SECRET_FOLDER}/{SECRET_FILE}', "sh")
 KEPT_S = 86_400  # after this long the cluster removes ended pods and their logs, if no launcher did
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The container is ready while this file was touched less than `max_age_s` ago; the image needs sh and stat."""
-
-    path: str
-    max_age_s: int = 60
-    every_s: int = 15
 
 
 @dataclass(frozen=True)
@@ -122,52 +114,28 @@ def selector(*, run: str = "", group: str = "") -> str:
     return ",".join(labels)
 
 
-def address(group: PodGroup, index: int, kind: Kind) -> str:
+def address(group: PodGroup, index: int) -> str:
     """Return the DNS name at which the pods of a group reach the pod with this index."""
-    job = f"{group.name}-{REPLICATED_JOB}-0" if kind == "JobSet" else group.name
-    return f"{job}-{index}.{group.name}"
+    return f"{group.name}-{index}.{group.name}"
 
 
 # Objects
 
 
-def owner(group: PodGroup, kind: Kind) -> Object:
-    """Return the one object that owns all others."""
-    return jobset(group) if kind == "JobSet" else job(group)
-
-
-def jobset(group: PodGroup) -> Object:
-    replicated = {"name": REPLICATED_JOB, "replicas": 1, "template": {"spec": _job_spec(group)}}
-    return {
-        "apiVersion": JOBSET_API,
-        "kind": "JobSet",
-        "metadata": _metadata(group, queue=group.queue),
-        "spec": {
-            "replicatedJobs": [replicated],
-            "network": {"enableDNSHostnames": True, "subdomain": group.name, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": 0},
-            "ttlSecondsAfterFinished": KEPT_S,
-        },
-    }
-
-
 def job(group: PodGroup) -> Object:
-    spec = _job_spec(group) | {"ttlSecondsAfterFinished": KEPT_S}
-    spec["template"]["spec"]["subdomain"] = group.name
-    return {"apiVersion": JOB_API, "kind": "Job", "metadata": _metadata(group, queue=group.queue), "spec": spec}
-
-
-def _job_spec(group: PodGroup) -> Object:
-    """Return a Job's spec. `backoffLimitPerIndex` 0: a failed pod is not started again, and the others are not ended
-    because of it, so that the launcher can read from each pod why it ended and which failed first.
+    """Return the Job, which owns all other objects of the group. `backoffLimitPerIndex` 0: a failed pod is not started
+    again, and the others are not ended because of it, so that the launcher can read from each pod why it ended and
+    which failed first.
     """
-    return {
+    spec = {
         "completionMode": "Indexed",
         "completions": len(group.hosts),
         "parallelism": len(group.hosts),
         "backoffLimitPerIndex": 0,
-        "template": {"metadata": _labels(group), "spec": _pod_spec(group)},
+        "ttlSecondsAfterFinished": KEPT_S,
+        "template": {"metadata": _labels(group), "spec": _pod_spec(group) | {"subdomain": group.name}},
     }
+    return {"apiVersion": JOB_API, "kind": "Job", "metadata": _metadata(group, queue=group.queue), "spec": spec}
 
 
 def service(group: PodGroup, *, belongs_to: Object) -> Object:
@@ -278,9 +246,8 @@ def _container(group: PodGroup) -> Object:
 
 
 def _readiness(heartbeat: Heartbeat) -> Object:
-    age = f"$(( $(date +%s) - $(stat -c %Y '{heartbeat.path}') ))"
     return {
-        "exec": {"command": ["sh", "-c", f'[ "{age}" -lt {heartbeat.max_age_s} ]']},
+        "exec": {"command": ["sh", "-c", heartbeat.check]},
         "periodSeconds": heartbeat.every_s,
         "timeoutSeconds": 10,
         "failureThreshold": 1,

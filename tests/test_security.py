@@ -216,7 +216,7 @@ def test_a_models_index_cannot_lead_out_of_its_folder(model_folder: Path, tmp_pa
     for name in ("../another.safetensors", str(tmp_path / "another.safetensors"), "sub/another.safetensors"):
         index = {"metadata": {}, "weight_map": {"transformer.wte.weight": name}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(ValueError, match="outside its folder"):
+        with pytest.raises(ValueError, match=r"names the file .*(leads out of its folder|in a folder of its own)"):
             hf_config(pretrained(folder).model)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from training.config.export import ExportConfig
-from training.exports.latency import Graph, in_turns, session_engine, torch_engine
+from training.exports.latency import BATCHES, LENGTHS, Graph, in_turns, session_engine, torch_engine
 from training.exports.onnx_graphs import graph_file
 from training.exports.onnx_session import open_session
 from training.exports.parity import Tally, graphs_in, held_out_texts, session_logits, torch_logits
@@ -59,8 +59,8 @@ def build_engines(folder: Path, *, plan: RunPlan | None) -> EngineReport:
     for kind, precision in graphs_in(folder):
         graph = folder / graph_file(kind, precision)
         started = time.perf_counter()
-        ranges = profiles(onnx_inputs(graph), bounds.tensorrt, context=exported.context)
-        plan_bytes = build_engine(graph, ranges, bounds.tensorrt, timing_cache=folder.parent / "tensorrt.cache")
+        ranges = profiles(onnx_inputs(graph), max_batch=bounds.tensorrt_max_batch, context=exported.context)
+        plan_bytes = build_engine(graph, ranges, timing_cache=folder.parent / "tensorrt.cache")
         session = EngineSession(plan_bytes)
         tally = Tally(masked=exported.objective == "masked")
         candidate, expected = session_logits(session, kind), torch_logits(model)
@@ -94,8 +94,8 @@ def _check(record: EngineRecord) -> None:
         raise ValueError(
             f"{record.file} is not written: it differs from torch by up to {record.parity.max_logit_difference:.3g} "
             f"(bound {record.parity.max_logit_difference_bound:.3g}), the likeliest token agrees at "
-            f"{100 * record.parity.argmax_agreement:.3f}%. If this is rounding, raise the bounds in export.*; if not, "
-            "lower tensorrt.optimization_level and report it to NVIDIA"
+            f"{100 * record.parity.argmax_agreement:.3f}%. If this is rounding, raise export.max_logit_difference; "
+            "if not, report it to NVIDIA"
         )
 
 
@@ -107,8 +107,8 @@ def engine_latency(
     for precision in {precision for _, precision in sessions}:
         of_one = {kind: session for (kind, found), session in sessions.items() if found == precision}
         engines["TensorRT", precision] = session_engine(of_one)
-    batches = [batch for batch in bounds.latency_batches if batch <= bounds.tensorrt.max_batch]
-    lengths = sorted({min(length, context - 1) for length in bounds.latency_lengths})
+    batches = [batch for batch in BATCHES if batch <= bounds.tensorrt_max_batch]
+    lengths = sorted({min(length, context - 1) for length in LENGTHS})
     shapes = list(product(dict.fromkeys(kind for kind, _ in sessions), batches, lengths))
     each = bounds.latency_seconds / max(1, len(shapes))
     return tuple(figure for shape in shapes for figure in in_turns(engines, *shape, seconds=each))

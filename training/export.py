@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import logging
 import shutil
 import sys
@@ -29,6 +30,7 @@ from training.checkpoint.averaged_weights import AveragedWeights
 from training.checkpoint.copied_weights import copy_weights
 from training.checkpoint.load import weights_for
 from training.checkpoint.retention import keep
+from training.exports.carried_files import carry_files
 from training.exports.latency import measure_latency
 from training.exports.model_card import model_card
 from training.exports.onnx_graphs import (
@@ -42,7 +44,7 @@ from training.exports.onnx_graphs import (
 )
 from training.exports.parity import check_parity, graphs_in, held_out_texts, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
-from training.exports.tokenizer_files import copy_tokenizer
+from training.exports.tokenizer_files import copy_tokenizer, why_others_differ
 from training.models.init_weights import fill
 from training.models.language_model import LanguageModel, load_model
 from training.models.pretrained import auto_class_of
@@ -50,7 +52,7 @@ from training.node.limits import usable_memory_bytes
 from training.records.checkpoint import check_model, checkpoint_folder, reading
 from training.records.model_state import WITHOUT_BUFFERS, Shapes, check_export
 from training.records.plan import RunPlan
-from training.records.record import sha256_file
+from training.records.record import sha256_file, write_atomically
 from training.records.results import QUANTIZED, EvalReport, ExportedModel, ParityReport
 from training.records.train_result import TrainResult
 from training.tracking.progress import Progress, to_rank_log
@@ -151,18 +153,21 @@ def _write_export(
     progress.begin("writing the Hugging Face files")
     average = AveragedWeights(averaged, plan.config.train) if averaged else None
     hashes, tensors = _copy_huggingface(plan, checkpoint, folder, average=average)
-    model = None
+    model, left_out = None, carry_files(plan, folder)
+    with quiet():
+        if differs := why_others_differ(plan, folder):
+            left_out["AutoTokenizer"] = differs
     if why:
-        logger.warning("copied the weights without ONNX graphs: %s", why)
-        parity, skipped = _without_graphs(plan), {"onnx": why}
+        parity, skipped = _without_graphs(plan), {"onnx": why} | left_out
     else:
         model, parity, skipped = _with_graphs(plan, checkpoint, folder, progress, average=average)
-        for name, reason in skipped.items():
-            logger.warning("left out %s: %s", name, reason)
-        if no_tensorrt := why_no_tensorrt():
-            skipped["tensorrt"] = no_tensorrt
-            level = logging.INFO if plan.device_kind == "cpu" else logging.WARNING
-            logger.log(level, "left out tensorrt: %s", no_tensorrt)
+        skipped |= left_out
+    for name, why_not in skipped.items():
+        logger.warning("left out %s: %s", name, why_not)
+    if not why and (no_tensorrt := why_no_tensorrt()):
+        skipped["tensorrt"] = no_tensorrt
+        level = logging.INFO if plan.device_kind == "cpu" else logging.WARNING
+        logger.log(level, "left out tensorrt: %s", no_tensorrt)
     parity.write(run_dir / "parity.json")
     if not parity.passed:
         shutil.rmtree(folder)
@@ -175,6 +180,7 @@ def _write_export(
         objective=plan.config.objective,
         context=plan.config.train.context,
         end_id=plan.end_id,
+        end_ids=plan.end_ids,
         text_encoding=plan.text_encoding,
         files={path.name: hashes.get(path.name) or sha256_file(path) for path in sorted(folder.iterdir())},
         tensors={name: tuple(shape) for name, shape in tensors.items()},
@@ -276,28 +282,32 @@ def _copy_huggingface(
     weights_for(whole, checkpoint)
     written = copy_weights(checkpoint, folder, buffers=buffers, average=average)
     hashes = {name: file.sha256 for name, file in written.items()}
-    if model.can_generate():  # as from_pretrained makes it of a checkpoint
-        model.generation_config = GenerationConfig.from_pretrained(
-            checkpoint, config_file_name="config.json", _from_model_config=True
-        )
     if plan.config.objective == "causal":
         model.config.use_cache = True  # training switched it off
-        model.generation_config.use_cache = True
-        named = model.generation_config.eos_token_id if plan.config.model.init == "pretrained" else None
-        model.generation_config.eos_token_id = end_ids(named, plan.end_id)
-        if model.generation_config.pad_token_id is None:
-            model.generation_config.pad_token_id = plan.end_id
     model.config.architectures = [type(model).__name__]
+    vars(model.config).pop("auto_map", None)  # it names files with code, which are never run and not carried
     model.config.save_pretrained(folder)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        own = GenerationConfig.from_pretrained(checkpoint, config_file_name="config.json", _from_model_config=True)
+        own.use_cache = True
+        write_generation_config(plan, folder, own=own.to_diff_dict())
     return hashes, whole.state_shapes
 
 
-def end_ids(named: int | list[int] | None, end_id: int) -> int | list[int]:
-    """Return the tokens that end a text: the run's, and what a continued model ends its turns with."""
-    more = [end for end in (named if isinstance(named, list) else [named]) if end not in {None, end_id}]
-    return [end_id, *more] if more else end_id
+def write_generation_config(plan: RunPlan, folder: Path, *, own: dict[str, Any]) -> None:
+    """Write generation_config.json: the pretrained model's, or what its config.json says of it, with all end tokens.
+
+    transformers would refuse to save some that it reads, such as a temperature beside do_sample=false.
+    """
+    content = dict(plan.generation_config) or own
+    if plan.config.objective == "causal":
+        ends = list(plan.end_ids) if plan.more_ends else plan.end_id
+        named = content.get("eos_token_id")
+        if not (isinstance(named, list) and sorted(named) == sorted(plan.end_ids)):  # the order says nothing
+            content["eos_token_id"] = ends
+        if content.get("pad_token_id") is None:
+            content["pad_token_id"] = plan.end_id
+    write_atomically(folder / "generation_config.json", json.dumps(content, indent=2) + "\n")
 
 
 def _without_graphs(plan: RunPlan) -> ParityReport:

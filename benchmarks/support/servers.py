@@ -31,6 +31,7 @@ class Servers(LocalServers):
 
     def __enter__(self) -> Servers:
         self.start()
+        self.environment |= self.mlflow_address
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

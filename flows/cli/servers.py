@@ -19,10 +19,11 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     )
     up.add_argument("--prefect-port", type=int, default=4200)
     up.add_argument("--mlflow-port", type=int, default=5000)
-    up.add_argument("--no-password", action="store_true", help="let everybody who reaches Prefect's port run commands")
+    about = "let everybody who reaches Prefect's port run commands; MLflow goes on asking for its password"
+    up.add_argument("--no-password", action="store_true", help=about)
     down = command("down", _down, "stop the services that `up` started; stop all runs first, or use --force")
     down.add_argument("--force", action="store_true", help="also stop the runs under way; each saves a checkpoint")
-    about = "make prefect.yaml's deployments in Prefect, as `up` does; what was set on their pages stays"
+    about = "make prefect.yaml's deployments in Prefect, as `up` does; one that exists keeps its settings"
     deployed = command("deploy", _deploy, about)
     about = "take prefect.yaml's settings for this deployment, instead of those that were set on its page"
     deployed.add_argument("--reset", metavar="NAME", action="append", default=[], help=about)
@@ -50,25 +51,28 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
 
 def _up(options: argparse.Namespace) -> None:
     from flows.servers.local import up
-    from flows.servers.password import FILE, password_of_up
-    from tasks.workspace.paths import home
+    from tasks.tracking.client import mlflow_variables
+    from tasks.workspace.paths import password_file, password_of_up
 
     found = up(prefect_port=options.prefect_port, mlflow_port=options.mlflow_port, password=not options.no_password)
     if options.json:
         print(json.dumps(found))
         return
-    password = password_of_up()
+    password = password_of_up("prefect")
+    user, _, mlflow_password = password_of_up("mlflow").partition(":")
     rows = [
         ("Prefect: deployments, runs", found["prefect"]),
         *([("its page asks for", password)] if password else []),
         ("MLflow: metrics, models", f"{found['mlflow']}/#/experiments?workflowType=machine_learning"),
+        ("its page asks for", f"user {user}, password {mlflow_password}"),
         ("a worker takes runs of pool", found["worker"]),
         ("a run", "shardline pretrain quickstart, or Deployments > quickstart > Custom run in Prefect"),
         ("the end", "shardline down"),
     ]
     print_pairs("up", rows)
-    secret = f" PREFECT_API_AUTH_STRING=$(cat {shlex.quote(str(home() / FILE))})" if password else ""
+    secret = f" PREFECT_API_AUTH_STRING=$(cat {shlex.quote(str(password_file('prefect')))})" if password else ""
     print(f"for scripts and Prefect's own command: export PREFECT_API_URL={found['prefect']}/api{secret}")
+    print(f"for scripts and MLflow's own command: export {mlflow_variables(found['mlflow'])}")
 
 
 def _down(options: argparse.Namespace) -> None:
@@ -114,7 +118,6 @@ def _deploy(options: argparse.Namespace) -> None:
     rows = []
     for name, changes in changed.items():
         parts = (
-            ("brought up to date", changes.followed),
             ("as set in Prefect", changes.kept),
             ("taken off, as this version does not have them", changes.dropped),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_UI_URL
 
@@ -46,5 +48,6 @@ def mlflow_page(run: TrackedRun, tab: str = "") -> str:
 
 
 def open_mlflow() -> str:
+    """Return MLflow's address for people, or the command that starts it, with a password, on SHARDLINE_HOME's store."""
     uri = mlflow_url()
-    return uri if uri.startswith("http") else f"{command('mlflow')} ui --backend-store-uri {uri}"
+    return uri if os.environ.get("MLFLOW_TRACKING_URI") or uri.startswith("http") else f"{command('shardline')} up"

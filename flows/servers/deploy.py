@@ -1,13 +1,12 @@
 """Prepares a Prefect server: the work pool, a queue that trains one run at a time, the deployments of prefect.yaml.
 
-What people set in Prefect's pages stays: SHARDLINE_HOME/up/deployed.json remembers what the file said when it was
-deployed last, so what is otherwise in Prefect was set by somebody.
+A deployment takes its settings from the file when it is made. Later they are Prefect's, where people change them on its
+page; a deploy brings its code, schema and form up to date.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import socket
 from collections.abc import Collection, Mapping
@@ -22,12 +21,11 @@ import tzlocal
 import yaml
 from pydantic import ValidationError
 
-from flows.presets import PRESETS_FILE, Shape, shape_of, with_overrides
+from flows.presets import PRESETS_FILE, with_overrides
 from flows.servers.form import form_schema
-from tasks.workspace.paths import home
+from tasks.runs.folder import flattened
 from training.config.credentials import without_url_credentials
 from training.config.run import RunConfig
-from training.records.record import read_fields, write_atomically
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -38,22 +36,14 @@ logger = logging.getLogger(__name__)
 
 POOL, TRAINING_QUEUE = "shardline", "training"
 MOST_CHARS = 500  # of a refusal that is logged
-DEPLOYED = (
-    "up/deployed.json"  # in SHARDLINE_HOME: ID of a deployment -> its settings in prefect.yaml at the last deploy
-)
-# What versions without that record deployed, where it was not as the file has it now. Their schedules had no time zone.
-UNRECORDED = {"reconcile": {"tags": [], "schedules": [{"interval": 300, "active": True}]}}
-SHAPE: Shape = {"parameters": {"config": shape_of(RunConfig)}}  # of a deployment's settings
-_MISSING: Any = object()
 
 
 @dataclass
 class Changes:
-    """The settings of one deployment that a deploy changed or left, by their names, such as `config.data.path`."""
+    """What a deploy did to one deployment. Settings by their names, such as `config.data.path`."""
 
     made: bool = False  # there was none
-    followed: list[str] = field(default_factory=list)  # became as prefect.yaml has them now
-    kept: list[str] = field(default_factory=list)  # stayed as somebody set them
+    kept: list[str] = field(default_factory=list)  # are in Prefect otherwise than in prefect.yaml, and stayed so
     dropped: list[str] = field(default_factory=list)  # this version's config has no such field
 
 
@@ -86,35 +76,27 @@ def make_pool(*, kind: str = "process", template: dict[str, Any] | None = None) 
 
 
 def deploy(*, reset: Collection[str] = ()) -> dict[str, Changes]:
-    """Make prefect.yaml's deployments on the server of PREFECT_API_URL; those that exist follow the file.
+    """Make prefect.yaml's deployments on the server of PREFECT_API_URL, where they are missing.
 
-    What somebody set in Prefect stays: parameters field by field, tags, schedules, limit, description. Fields that
-    this version's config lacks are dropped, so that the next run is not refused. `reset`: deployments that become as
-    the file has them. Returns what happened to each. Raises ValueError for a name that is in no entry.
+    Of one that exists the code, the schema and the form change; fields that this version's config lacks are dropped, so
+    that the next run is not refused. `reset`: deployments that become as the file has them. Returns what happened to
+    each. Raises ValueError for a name that is in no entry.
     """
     from prefect.client.orchestration import get_client
 
     entries = {entry["name"]: entry for entry in yaml.safe_load(PRESETS_FILE.read_text())["deployments"]}
     if unknown := [name for name in reset if name not in entries]:
         raise ValueError(f"there is no deployment {unknown[0]!r}: choose {', '.join(entries)}")
-    path = home() / DEPLOYED
-    records = dict(read_fields(path)) if path.exists() else {}
-    is_first = not records
-    found = dict[str, Changes]()
-    try:
-        with get_client(sync_client=True) as client:
-            for name, entry in entries.items():
-                found[name] = _deployed(client, entry, records=records, reset=name in reset)
-                if found[name].made and not is_first:
-                    logger.info("made deployment %s, which Prefect did not have", name)
-                _say(name, found[name])
-    finally:
-        write_atomically(path, json.dumps(records, indent=2))
+    with get_client(sync_client=True) as client:
+        found = {name: _deployed(client, entry, reset=name in reset) for name, entry in entries.items()}
+    made = [name for name, changes in found.items() if changes.made]
+    if made and len(made) < len(found):
+        logger.info("made the deployments that Prefect did not have: %s", ", ".join(made))
     return found
 
 
-def _deployed(client: SyncPrefectClient, entry: Mapping[str, Any], *, records: dict[str, Any], reset: bool) -> Changes:
-    """Make or update one deployment, and its record."""
+def _deployed(client: SyncPrefectClient, entry: Mapping[str, Any], *, reset: bool) -> Changes:
+    """Make one deployment, or bring it up to date."""
     from prefect.client.schemas.actions import DeploymentUpdate
     from prefect.exceptions import ObjectNotFound
     from prefect.flows import load_flow_from_entrypoint
@@ -131,28 +113,18 @@ def _deployed(client: SyncPrefectClient, entry: Mapping[str, Any], *, records: d
         "work_queue_name": entry["work_pool"]["work_queue_name"],
     }
     usual: dict[str, Any] = {"paused": False, "job_variables": {}, "enforce_parameter_schema": True}
-    name, file = entry["name"], _of_file(entry, timezone=_timezone())
+    name, file = entry["name"], _of_file(entry)
     try:
         known = client.read_deployment_by_name(f"{flow.name}/{name}")
     except ObjectNotFound:
         flow_id = client.create_flow_from_name(flow.name)
         settings = file | {"schedules": _schedules(file)}
-        made = client.create_deployment(flow_id, name, pull_steps=[], **code, **place, **usual, **settings)
-        records[str(made)] = file
+        client.create_deployment(flow_id, name, pull_steps=[], **code, **place, **usual, **settings)
         return Changes(made=True)
     now, changes = _of_server(known), Changes()
-    before = records.get(str(known.id)) or _of_file(entry, timezone=None) | UNRECORDED.get(name, {})
-    old = now if reset else before
-    wanted = deepcopy(_merged(file, old, now, filled=_filled(before), shape=SHAPE, changes=changes))
-    wanted["parameters"] = {key: value for key, value in wanted["parameters"].items() if key in schema["properties"]}
-    changes.dropped += [key for key in now["parameters"] if key not in schema["properties"]]
-    if config := wanted["parameters"].get("config"):
-        _drop_unknown(name, config, changes)
-        if config.get("data", {}).get("path") == "":  # as earlier versions had it: the form takes it for a path
-            del config["data"]["path"]
-    changes.kept = [each for each in changes.kept if each not in changes.dropped]
-    if known.paused:
-        (changes.followed if reset else changes.kept).append("paused")
+    wanted = deepcopy(file if reset else now)
+    _drop_unknown(name, wanted["parameters"], schema["properties"], changes)
+    changes.kept = _differences(file, wanted) + (["paused"] if known.paused and not reset else [])
     update = {key: value for key, value in wanted.items() if value != now[key] and key != "schedules"}
     update |= {key: value for key, value in code.items() if value != getattr(known, key)}
     update |= place if reset or known.work_pool_name is None else {}  # None: the pool was deleted
@@ -170,8 +142,24 @@ def _deployed(client: SyncPrefectClient, entry: Mapping[str, Any], *, records: d
             "Prefect refuses to bring deployment %s up to date, its runs may fail: %s (%s)", name, why, _way_back(name)
         )
         return changes
-    records[str(known.id)] = file
+    _say(name, changes)
     return changes
+
+
+def _differences(file: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the names of settings that differ. A field that is missing is its default: Prefect's form writes all."""
+    old, new = (_values(settings) for settings in (file, now))
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def _values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each parameter and each field of the config, with defaults, and the other settings, by name."""
+    parameters = dict(settings["parameters"])
+    if "config" in parameters:
+        with contextlib.suppress(ValidationError):  # `_drop_unknown` warns of it
+            parameters["config"] = RunConfig.model_validate(parameters["config"]).model_dump(mode="json")
+    return dict(flattened(parameters)) | {name: value for name, value in settings.items() if name != "parameters"}
 
 
 def _timezone() -> str:
@@ -182,13 +170,13 @@ def _timezone() -> str:
         return "UTC"
 
 
-def _of_file(entry: Mapping[str, Any], *, timezone: str | None) -> dict[str, Any]:
-    """Return the settings of an entry of prefect.yaml. `timezone`: of the times of day that name none."""
+def _of_file(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an entry of prefect.yaml. Times of day that name no time zone are this machine's."""
     schedules = []
     for each in entry.get("schedules", ()):
         when = {key: each[key] for key in ("cron", "interval", "rrule") if key in each}
         if "interval" not in when:
-            when["timezone"] = each.get("timezone", timezone)
+            when["timezone"] = each.get("timezone") or _timezone()
         schedules.append(when | {"active": each.get("active", True)})
     return {
         "parameters": deepcopy(entry.get("parameters", {})),
@@ -235,52 +223,15 @@ def _schedules(settings: Mapping[str, Any]) -> list[DeploymentScheduleCreate]:
     return found
 
 
-def _filled(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with every field of the config: Prefect's form writes them all, beside what somebody set."""
-    config = settings["parameters"].get("config")
-    with contextlib.suppress(ValidationError):  # an older version's: then what the form wrote counts as set
-        if config is not None:
-            whole = RunConfig.model_validate(config).model_dump(mode="json")
-            return {"parameters": settings["parameters"] | {"config": whole}}
-    return {}
-
-
-def _merged(
-    file: Any,
-    before: Any,
-    now: Any,
-    *,
-    filled: Any,
-    shape: Shape | None,
-    changes: Changes,
-    place: tuple[str, ...] = (),
-) -> Any:
-    """Merge three ways: what is as it was `before` becomes as the `file` has it, anything else stays as it is `now`.
-
-    `filled`: what `before` meant, with defaults. `shape`: the sections; None for a value.
+def _drop_unknown(name: str, parameters: dict[str, Any], known: Collection[str], changes: Changes) -> None:
+    """Take off, in place, parameters that the flow does not have, and what RunConfig has no field for; warn of other
+    reasons for which a run would be refused.
     """
-    given = [value for value in (file, before, now) if value is not _MISSING]
-    if shape is not None and all(isinstance(value, dict) for value in given):
-        parts = [value if isinstance(value, dict) else {} for value in (file, before, now, filled)]
-        merged = {}
-        for key in {**parts[2], **parts[0], **parts[1]}:
-            own = [part.get(key, _MISSING) for part in parts]
-            merged[key] = _merged(*own[:3], filled=own[3], shape=shape.get(key), changes=changes, place=(*place, key))
-        merged = {key: value for key, value in merged.items() if value is not _MISSING}
-        return merged or (_MISSING if file is _MISSING else {})
-    name = ".".join(place).removeprefix("parameters.")
-    if before is _MISSING and now is not _MISSING and now == filled:  # a default, written by Prefect's form
-        if file is _MISSING:
-            return now
-    elif now != before:
-        changes.kept += [name] if file != now else []
-        return now
-    changes.followed += [name] if file != now else []
-    return file
-
-
-def _drop_unknown(name: str, config: dict[str, Any], changes: Changes) -> None:
-    """Take off, in place, what RunConfig has no field for; warn of other reasons for which it would refuse a run."""
+    for key in [key for key in parameters if key not in known]:
+        del parameters[key]
+        changes.dropped.append(key)
+    if not (config := parameters.get("config")):
+        return
     try:
         RunConfig.model_validate(config)
     except ValidationError as error:
@@ -304,8 +255,6 @@ def _way_back(name: str) -> str:
 
 
 def _say(name: str, changes: Changes) -> None:
-    if changes.followed:
-        logger.info("deployment %s follows prefect.yaml in %s", name, ", ".join(changes.followed))
     if changes.kept:
         kept = ", ".join(changes.kept)
         logger.info("deployment %s keeps what was set in Prefect: %s (%s)", name, kept, _way_back(name))

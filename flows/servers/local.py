@@ -25,11 +25,11 @@ import psutil
 from flows.servers.alerts import read_alerts, set_up_alerts
 from flows.servers.deploy import POOL, deploy, make_pool, reconcile_now, worker_name
 from flows.servers.embedded import first_start
-from flows.servers.password import client_settings, keep_password, password_of_up, server_settings
+from flows.servers.password import client_settings, keep_password, mlflow_settings, server_settings
 from tasks.display.progress import time_progress
 from tasks.tracking.database import make_database
 from tasks.workspace.locks import owned
-from tasks.workspace.paths import UP_FILE, embedded_artifacts, home, up_url
+from tasks.workspace.paths import UP_FILE, embedded_artifacts, home, password_of_up, tracking_uri, up_url
 from tasks.workspace.processes import end_process, local_process, process_key
 from tasks.workspace.wait import until
 from training.records.record import read_fields, write_atomically
@@ -46,7 +46,7 @@ TITLES = {"prefect": "Prefect", "mlflow": "MLflow", "worker": "the worker"}
 def up(*, prefect_port: int, mlflow_port: int, password: bool = True) -> dict[str, str]:
     """Start the services that do not run yet, wait until they are ready, deploy prefect.yaml, and set up alerts.yaml.
 
-    Returns service -> URL or pool. `password`: Prefect asks for one (flows/servers/password.py).
+    Returns service -> URL or pool. `password`: Prefect asks for one (flows/servers/password.py), as MLflow always does.
 
     Raises ValueError, before anything is started, where a port is taken; RuntimeError with the log's last lines where
     a service does not come up (what was started then is stopped again).
@@ -72,6 +72,7 @@ def up(*, prefect_port: int, mlflow_port: int, password: bool = True) -> dict[st
                 for name in ports:
                     _wait(name, lambda name=name: _answers(up_url(name), HEALTH[name]))  # type: ignore[misc]
             _use_prefect()
+            tracking_uri()  # from here on the environment has MLflow's password, for the worker
             make_pool()
             if "worker" in missing:
                 options = ["--pool", POOL, "--type", "process", "--name", worker_name()]
@@ -81,9 +82,9 @@ def up(*, prefect_port: int, mlflow_port: int, password: bool = True) -> dict[st
             if missing:
                 reconcile_now()
             set_up_alerts(alerts)
-            if not password and password_of_up():
+            if not password and password_of_up("prefect"):
                 logger.warning("Prefect runs already and goes on asking for its password: `shardline down` first")
-            if not password_of_up():
+            if not password_of_up("prefect"):
                 logger.warning(
                     "Prefect asks for no password: any page in a browser of this machine can run commands as you"
                 )
@@ -114,9 +115,10 @@ def _command(name: str, port: int) -> list[str]:
     assert artifacts is not None
     # Artifacts bypass the server: clients are on this machine, and large files fail in the server's proxy.
     store = ["--backend-store-uri", f"sqlite:///{home()}/mlflow.db", "--default-artifact-root", artifacts]
-    # Another Host gets 403: that of a site whose name resolves to loopback.
-    hosts = ["--allowed-hosts", "127.0.0.1:*,localhost:*", "--cors-allowed-origins", f"http://127.0.0.1:{port}"]
-    return ["-m", "mlflow", "server", *store, "--no-serve-artifacts", *address, *hosts, "--workers", "1"]
+    # Another Host gets 403: that of a site whose name resolves to loopback. So does another Origin, by the app.
+    hosts = ["--allowed-hosts", "127.0.0.1:*,localhost:*"]
+    server = ["-m", "mlflow", "server", "--app-name", "shardline", "--workers", "1"]
+    return [*server, *store, "--no-serve-artifacts", *address, *hosts]
 
 
 def _environment() -> dict[str, str]:
@@ -138,11 +140,13 @@ def _environment() -> dict[str, str]:
 def _start(name: str, command: list[str], *, port: int = 0) -> None:
     """Start a server on a port of loopback, or the pool's worker."""
     log_path = _folder() / f"{name}.log"
-    more = server_settings(port, password_of_up()) if name == "prefect" else {}
+    more = server_settings(port, password_of_up("prefect")) if name == "prefect" else {}
+    more |= mlflow_settings() if name == "mlflow" else {}
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", *command],
             env=_environment() | more,
+            cwd=_folder() if name == "mlflow" else None,  # it imports from its working directory first
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -163,7 +167,7 @@ def _use_prefect() -> None:
     if (profiles := PREFECT_PROFILES_PATH.value()) == home() / "prefect" / "profiles.toml":
         profiles.touch(mode=0o600)
         profiles.chmod(0o600)
-        update_current_profile({PREFECT_API_AUTH_STRING: password_of_up() or None})
+        update_current_profile({PREFECT_API_AUTH_STRING: password_of_up("prefect") or None})
 
 
 def _worker_is_online() -> bool:

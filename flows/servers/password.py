@@ -1,4 +1,4 @@
-"""The password of the Prefect servers that this home starts on loopback.
+"""The passwords of the servers that this home starts on loopback: Prefect's, and the MLflow's of `shardline up`.
 
 Whoever may call Prefect's API may run commands as its user. A page of any site can make a browser on this machine send
 requests to loopback, also under a name of its own that resolves to it, so loopback alone keeps nobody out.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import secrets
+from configparser import ConfigParser
 from pathlib import Path
 
-from tasks.workspace.paths import home, up_url
+from tasks.workspace.paths import password_file, password_of_up, up_url
 
-FILE = "up/prefect_auth"  # in SHARDLINE_HOME: `admin:PASSWORD`, mode 0600
 SERVERS, CLIENTS = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
+MLFLOW_USERS = Path(__file__).parents[2] / "infra" / "mlflow_auth.ini"  # the stack's
 
 
 def new_password(user: str) -> str:
@@ -27,21 +28,15 @@ def write_secret(path: Path, content: str) -> None:
         file.write(content)
 
 
-def password_of_up() -> str:
-    """Return what the Prefect server of `shardline up` asks for, as `user:PASSWORD`; empty if it asks for nothing."""
-    path = home() / FILE
-    return path.read_text().strip() if path.exists() else ""
-
-
 def keep_password(*, wanted: bool) -> bool:
-    """Make the password of `up`, once for a home; what the user set in the environment is taken, without it and not
-    `wanted` there is none. Returns whether it changed."""
-    path, given, before = home() / FILE, os.environ.get(SERVERS, ""), password_of_up()
+    """Make the password of `up`'s Prefect, once for a home; what the user set in the environment is taken, without it
+    and not `wanted` there is none. Returns whether it changed."""
+    path, given, before = password_file("prefect"), os.environ.get(SERVERS, ""), password_of_up("prefect")
     if given or not wanted:
         path.unlink(missing_ok=True)
     if given or (wanted and not path.exists()):
         write_secret(path, given or new_password("admin"))
-    return password_of_up() != before
+    return password_of_up("prefect") != before
 
 
 def server_settings(port: int, password: str) -> dict[str, str]:
@@ -55,4 +50,26 @@ def client_settings() -> dict[str, str]:
     """Return the environment of clients of the Prefect server of `shardline up`; empty if it does not run."""
     if not (url := up_url("prefect")):
         return {}
-    return {"PREFECT_API_URL": f"{url}/api"} | ({CLIENTS: password} if (password := password_of_up()) else {})
+    return {"PREFECT_API_URL": f"{url}/api"} | ({CLIENTS: password} if (password := password_of_up("prefect")) else {})
+
+
+def mlflow_settings() -> dict[str, str]:
+    """Return the environment of `up`'s MLflow server: its users are in a database of this home, which nobody else may
+    read. The password is made once for a home."""
+    path = password_file("mlflow")
+    database, config = path.with_suffix(".db"), path.with_suffix(".ini")
+    for file, content in ((path, new_password("admin")), (database, "")):
+        if not file.exists():
+            write_secret(file, content)
+    users = ConfigParser()
+    users.read(MLFLOW_USERS)
+    users["mlflow"]["database_uri"] = f"sqlite:///{database}".replace("%", "%%")
+    with config.open("w") as written:
+        users.write(written)
+    name, _, password = password_of_up("mlflow").partition(":")
+    return {
+        "MLFLOW_AUTH_CONFIG_PATH": str(config),
+        "MLFLOW_AUTH_ADMIN_USERNAME": name,
+        "MLFLOW_AUTH_ADMIN_PASSWORD": password,
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_urlsafe(32),
+    }

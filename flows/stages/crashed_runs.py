@@ -35,7 +35,7 @@ from flows.stages.report import write_page
 from tasks.tracking import final_status
 from tasks.tracking.final_status import EndedRun, mark_prefect_knows
 from tasks.workspace.paths import tracking_uri
-from tasks.workspace.processes import is_local, local_process
+from tasks.workspace.processes import has_ended
 from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
@@ -109,8 +109,7 @@ def has_crashed(run: FlowRun) -> bool:
         return False
     if run.state.type == StateType.PENDING:  # this machine's worker submitted it, and it never started
         return run.labels.get("prefect.worker.name") == worker_name() and str(run.id) not in _ids_of_processes()
-    process = str(run.labels.get(PROCESS, ""))
-    return is_local(process) and local_process(process) is None
+    return has_ended(str(run.labels.get(PROCESS, "")))
 
 
 def _ids_of_processes() -> set[str]:

@@ -155,11 +155,15 @@ def _runner(config: EngineConfig, workers: int) -> TaskRunner[Any]:
             return ThreadPoolTaskRunner(max_workers=workers)
     try:
         if config.kind == "dask":
+            from distributed.security import Security
             from prefect_dask import DaskTaskRunner
 
             if config.address:
                 return DaskTaskRunner(address=config.address, client_kwargs={"timeout": ANSWERS_WITHIN_S})
-            return DaskTaskRunner(cluster_kwargs={"n_workers": workers, "threads_per_worker": 1})
+            # Only who has this key may send it work, and no page is open to other machines.
+            only_us = {"security": Security.temporary()}
+            cluster = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None}
+            return DaskTaskRunner(cluster_kwargs=cluster | only_us, client_kwargs=only_us)
         import ray  # noqa: F401  (prefect_ray loads it later)
         from prefect_ray import RayTaskRunner
     except ImportError as error:

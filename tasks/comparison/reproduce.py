@@ -15,6 +15,7 @@ from tasks.tracking.mlflow_run import EXACT, LEFT_OUT, OVERRIDES, TrackedRun
 from tasks.workspace.paths import home, local_path, run_folder, tracking_uri
 from training.config.credentials import RECORD
 from training.config.run import RunConfig
+from training.facts.placed import place
 from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.token_shards import TokenShards
@@ -91,7 +92,7 @@ def _artifact(run: Run, name: str) -> Path:
         if not (folder / name).is_file():
             raise ValueError(f"MLflow's file {folder / name} is missing: give the ID of a run that was planned")
         return folder / name
-    target = home() / "cache" / run.info.run_id
+    (target,) = place(home() / "cache", [run.info.run_id], source=tracking_uri())
     target.mkdir(parents=True, exist_ok=True)
     try:
         found = download_artifacts(

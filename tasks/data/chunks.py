@@ -8,14 +8,13 @@ other encodings, hub sets) stay whole, however large they are.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tasks.data.readers import Piece, Span, json_shape, read_spans
-from tasks.data.sources import SkippedDocuments, Source
+from tasks.data.readers import Piece, Span, read_spans
+from tasks.data.sources import LINES_SUFFIXES, SkippedDocuments, Source
 from training.config.data import DataConfig
 
 FOOTER_THREADS = 32  # threads that read footers mostly wait, above all for object stores
@@ -94,10 +93,8 @@ def cut_chunks(sources: Sequence[Source], data: DataConfig) -> list[Chunk]:
 def _cut_anywhere(source: Source, data: DataConfig) -> bool:
     if not source.can_seek:
         return False
-    if source.format == "json":
-        with contextlib.suppress(OSError):  # the file's reader will report the error
-            return json_shape(source, data) == "lines"
-        return False
+    if source.format == "json lines":
+        return not data.json_field or source.suffix in LINES_SUFFIXES
     if source.format != "text":
         return False
     # A long document is skipped or left out as a whole, so one reader must read all of it.

@@ -1,25 +1,63 @@
-"""Tells by a file's first bytes that it is not text, what it is, and how its text can be had.
+"""Recognizes a file by its first bytes: how its text is read, or that it is no text, what it is, and the cure.
 
-The table CONTENTS is also the one of docs/data.md.
+The name is asked only where the bytes cannot tell: CSV, TSV and text. The table CONTENTS is also the one of
+docs/data.md.
 """
 
 from __future__ import annotations
 
 import codecs
+import json
+import re
 import tarfile
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import PurePath
+from typing import Literal, NamedTuple, TypeVar
 
-from tasks.data.decompression import COMPRESSIONS
+from tasks.data.decompression import COMPRESSIONS, compression_of
+from training.records.cures import Cure
 
-UNPACK = "unpack it into a folder, and give that"
-RENAME = "give its name the suffix {}"
-TOKENS = "it is tokenized already: give the text that it was made from"
+Format = Literal["text", "json lines", "json array", "json objects", "csv", "tsv", "parquet", "arrow", "hub"]
+
+TEXT_SUFFIXES = """
+    .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .css .scss .py .pyi .ipynb .js .mjs .jsx .ts .tsx
+    .vue .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .mm .java .kt .scala .go .rs .swift .rb .php .pl .pm .lua .r .jl
+    .hs .ml .mli .ex .exs .erl .clj .lisp .el .scm .f .f90 .pas .cs .fs .vb .sql .sh .bash .zsh .fish .ps1 .bat
+    .yaml .yml .toml .ini .cfg .conf .cmake .mk .dockerfile .proto .graphql .log .srt .vtt .po .bib
+"""
+FORMATS: dict[str, Format] = {
+    **dict.fromkeys(TEXT_SUFFIXES.split(), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json lines"),
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+JSON_FORMATS = ("json lines", "json array", "json objects")
 SPACES = frozenset(" \n\uff0c\u3002\u3001")  # what parts words, in CJK too
 # Most significant bytes of the UTF-16 of what people write: letters, punctuation, kana, CJK and Korean.
 WRITTEN = frozenset([*range(0x07), *range(0x09, 0x10), 0x1E, 0x20, 0x21, 0x22, 0x30, *range(0x4E, 0xA0)]) | frozenset(
     [*range(0xAC, 0xD8), 0xFE, 0xFF]
 )
+# The start of an object of JSON, up to its first value.
+FIRST_KEY = re.compile(rb'\{\s*"(?:[^"\\\n]|\\.)*"\s*:\s*["\[{tfnN\d-]')
+# Encodings whose bytes are all ASCII, so that they pass for UTF-8, and the bytes that change from and to ASCII.
+SEVEN_BIT = {
+    "iso2022_jp": rb"\x1b\$[@B]",
+    "iso2022_jp_2": rb"\x1b\$(?:[@AB]|\([CD])",
+    "iso2022_jp_2004": rb"\x1b\$(?:[@B]|\([DOPQ])",
+    "iso2022_kr": rb"\x1b\$\)C",
+    "hz": rb"(?s:~\{(?:[!-w][!-~]){2,}~\}.*){3}",  # Lisp has a few of this form
+}
+SHIFTS = (b"\x1b$", b"~{")  # one is in every text of these encodings
+OFFICE = {
+    "[Content_Types].xml": "an Office file (.docx, .xlsx, .pptx)",
+    "word/document.xml": "an Office file (.docx)",
+    "xl/workbook.xml": "an Office file (.xlsx)",
+    "ppt/presentation.xml": "an Office file (.pptx)",
+    "META-INF/container.xml": "an e-book (.epub)",
+    "mimetype": "an OpenDocument file (.odt, .ods, .odp)",
+}
 T = TypeVar("T")
 
 
@@ -32,9 +70,14 @@ class Content(NamedTuple):
 
 
 CONTENTS = (
-    Content("a zip archive (.docx, .xlsx, .epub and .jar are such, too)", UNPACK, (b"PK\x03\x04", b"PK\x05\x06")),
-    Content("a 7z archive", UNPACK, (b"7z\xbc\xaf\x27\x1c",)),
-    Content("a rar archive", UNPACK, (b"Rar!\x1a\x07",)),
+    Content("an Office file (.docx, .xlsx, .pptx), an OpenDocument file or an e-book", Cure.SAVE_AS_TEXT, ()),
+    Content("an old Office file (.doc, .xls, .ppt)", Cure.SAVE_AS_TEXT, (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",)),
+    Content("RTF", Cure.SAVE_AS_TEXT, (b"{\\rtf1",)),
+    Content("a PDF", Cure.PDF, (b"%PDF-",)),
+    Content("PostScript", "save its text with `ps2ascii FILE > FILE.txt`, and give that", (b"%!PS-",)),
+    Content("a zip archive", Cure.UNPACK, (b"PK\x03\x04", b"PK\x05\x06")),
+    Content("a 7z archive", Cure.UNPACK, (b"7z\xbc\xaf\x27\x1c",)),
+    Content("a rar archive", Cure.UNPACK, (b"Rar!\x1a\x07",)),
     Content(
         "a git-lfs pointer, not the file that it stands for",
         "run `git lfs pull` where it was cloned",
@@ -45,18 +88,15 @@ CONTENTS = (
         "run `git annex get` where it was cloned",
         (b"/annex/objects/",),
     ),
-    Content("gzip", RENAME.format(".gz"), (COMPRESSIONS[".gz"].starts,)),
-    Content("bzip2", RENAME.format(".bz2"), tuple(b"BZh%d1AY&SY" % level for level in range(1, 10))),
-    Content("zstd", RENAME.format(".zst"), (COMPRESSIONS[".zst"].starts,)),
-    Content("xz", RENAME.format(".xz"), (COMPRESSIONS[".xz"].starts,)),
-    Content("parquet", RENAME.format(".parquet"), (b"PAR1",)),
-    Content("an Arrow file", RENAME.format(".arrow"), (b"ARROW1\0\0", b"\xff\xff\xff\xff")),
-    Content("lz4, or .Z of compress", "decompress it, and give that", (b"\x04\x22M\x18", b"\x1f\x9d")),
-    Content("a PDF", "extract its text", (b"%PDF-",)),
-    Content("RTF or PostScript", "extract its text", (b"{\\rtf1", b"%!PS-")),
+    Content(
+        "compressed twice",
+        Cure.DECOMPRESS,
+        tuple(each.starts for each in COMPRESSIONS.values() if each.name != "bz2"),
+    ),
+    Content("lz4, or .Z of compress", Cure.DECOMPRESS, (b"\x04\x22M\x18", b"\x1f\x9d")),
     Content("a web archive (WARC)", "extract its text, for example with datatrove", (b"WARC/1.",)),
-    Content("an index of Megatron's tokens", TOKENS, (b"MMIDIDX\0\0",)),
-    Content("a numpy array", TOKENS, (b"\x93NUMPY",)),
+    Content("an index of Megatron's tokens", Cure.TOKENIZED, (b"MMIDIDX\0\0",)),
+    Content("a numpy array", Cure.TOKENIZED, (b"\x93NUMPY",)),
     Content("a database of SQLite", "export its text as CSV or JSON lines", (b"SQLite format 3\0",)),
     Content(
         "HDF5, Avro or a pickle",
@@ -67,25 +107,156 @@ CONTENTS = (
 )
 
 
-def problem_of_bytes(head: bytes, *, encoding: str = "utf-8", wanted: str = "") -> str:
-    """Return what the file is and the cure, if it is no text; empty if it may be text.
+class Kind(NamedTuple):
+    """What a file is. `problem`: what it is and the cure, if it is no text. `by_bytes`: its bytes tell the format."""
 
-    `head`: its first 4 KiB or fewer, decompressed. `encoding`: data.encoding. `wanted`: the name in CONTENTS of what
-    its reader reads.
+    format: Format
+    problem: str = ""
+    by_bytes: bool = False
+
+    @property
+    def is_archive(self) -> bool:
+        return self.problem.endswith(Cure.UNPACK)
+
+
+def format_of_name(name: str) -> Format | None:
+    """Return the format that a file's name tells, without suffixes of compression and of numbered parts."""
+    return FORMATS.get(suffix_of(name))
+
+
+def suffix_of(name: str) -> str:
+    """Return `.jsonl` for `a.jsonl`, `a.jsonl.gz`, `a.jsonl.1` and `a.jsonl.1.gz`."""
+    path = PurePath(name)
+    if path.suffix.lower() in COMPRESSIONS:
+        path = path.with_suffix("")
+    if path.suffix[1:].isdecimal() and path.with_suffix("").suffix.lower() in FORMATS:
+        path = path.with_suffix("")
+    return path.suffix.lower()
+
+
+def recognize(
+    head: bytes,
+    name: str,
+    *,
+    encoding: str = "utf-8",
+    is_compressed: bool = False,
+    members: Callable[[], Iterable[str]] = tuple,
+) -> Kind:
+    """Return what a file is by its first bytes, decompressed, of which 4 KiB are enough.
+
+    `encoding`: with which it is read. `members`: the names in a zip archive.
     """
+    by_name = format_of_name(name)
+    if binary := _binary(head):
+        problem = f"is {binary} inside another compression: {Cure.DECOMPRESS}"
+        return Kind(binary, problem if is_compressed and binary == "parquet" else "", by_bytes=True)
+    named = by_name or "text"
+    if problem := _problem(head, encoding=encoding, members=members):
+        return Kind(named, problem)
+    if found := _json_format(head.removeprefix(codecs.BOM_UTF8).lstrip(), name, by_name):
+        return Kind(found, by_bytes=True)
+    return Kind(named)
+
+
+def value_at(row: object, path: str) -> object:
+    """Return the value of a key, or at the end of a path of keys: `content.text`; MISSING if there is none."""
+    if isinstance(row, dict) and path in row:
+        return row[path]
+    for key in path.split("."):
+        if not isinstance(row, dict) or key not in row:
+            return MISSING
+        row = row[key]
+    return row
+
+
+MISSING = object()
+
+
+def settings_in(content: bytes, column: str, json_field: str) -> list[str] | None:
+    """Return the keys of texts if a file of JSON is one object without `column` in it, such as package.json.
+
+    None: it is no such file.
+    """
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or (json_field and value_at(found, json_field) is not MISSING):
+        return None
+    rows = (value[0] for value in found.values() if isinstance(value, list) and value)
+    if any(value_at(each, column) is not MISSING for each in (found, *rows)):
+        return None
+    return [key for key, value in found.items() if isinstance(value, str)]
+
+
+def _binary(head: bytes) -> Format | None:
+    if head.startswith(b"PAR1") and (b"\0" in head or not _decodes(head, "utf-8")):
+        return "parquet"
+    return "arrow" if head.startswith((b"ARROW1\0\0", b"\xff\xff\xff\xff")) else None
+
+
+def _json_format(text: bytes, name: str, by_name: Format | None) -> Format | None:
+    """Return how JSON is written in a file: an object per line, one array, or objects of several lines each."""
+    is_named = by_name in JSON_FORMATS
+    if text.startswith(b"["):
+        first_item = text[1:].lstrip()
+        return "json array" if is_named or FIRST_KEY.match(first_item) else None
+    *whole, last = text.split(b"\n")
+    lines = [line for line in whole if line.strip()]
+    if not lines:
+        return "json lines" if _is_object(last) or FIRST_KEY.match(last) else None
+    if _is_object(lines[0]):
+        return "json lines" if is_named or 2 * sum(map(_is_object, lines)) >= len(lines) else None
+    second = lines[1].strip() if len(lines) > 1 else last.strip()
+    continues = second.startswith((b'"', b"}")) and not lines[0].rstrip().endswith(b"}")
+    if continues and text.startswith(b"{") and (by_name is None or suffix_of(name) == ".json"):
+        return "json objects" if is_named or FIRST_KEY.match(text) else None
+    return None
+
+
+def _is_object(line: bytes) -> bool:
+    if not line.lstrip().startswith(b"{"):
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _problem(head: bytes, *, encoding: str, members: Callable[[], Iterable[str]]) -> str:
+    """Return what the file is and the cure, if it is no text; empty if it may be text."""
     if _is_tar(head):
-        return f"is a tar archive: {UNPACK}"
+        return f"is a tar archive: {Cure.UNPACK}"
+    names = {*members()} if head.startswith(b"PK\x03\x04") else set[str]()
+    if office := next((what for name, what in OFFICE.items() if name in names), ""):
+        return f"is {office}: {Cure.SAVE_AS_TEXT}"
     for content in CONTENTS:
-        if head.startswith(content.starts):
-            return "" if content.what == wanted else f"is {content.what}: {content.cure}"
-    if wanted or encoding != "utf-8":
+        if content.starts and head.startswith(content.starts):
+            return f"is {content.what}: {content.cure}"
+    if compression_of(head) == "bz2":
+        return f"is compressed twice: {Cure.DECOMPRESS}"
+    if is_wide(encoding):
         return ""
-    if found := _wide_encoding(head):
-        return f"is {found}: set data.encoding={found}"
+    if found := _wide_encoding(head) or seven_bit_encoding(head):
+        return "" if found == encoding else f"is {found}: {Cure.ENCODING(encoding=found)}"
     if _are_integers(head):
-        return f"is an array of integers: {TOKENS}"
+        return f"is an array of integers: {Cure.TOKENIZED}"
     if b"\0" in head:
         return "holds NUL bytes, so it is not text: leave it out"
+    return ""
+
+
+def is_wide(encoding: str) -> bool:
+    return encoding.startswith(("utf-16", "utf-32"))
+
+
+def seven_bit_encoding(text: bytes) -> str:
+    """Return the encoding, of those whose bytes are all ASCII, in which the bytes are text; empty if there is none."""
+    if not any(shift in text for shift in SHIFTS):
+        return ""
+    for name, shift in SEVEN_BIT.items():
+        if re.search(shift, text) and text.isascii() and _decodes(text, name):
+            return name
     return ""
 
 

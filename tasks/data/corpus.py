@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tasks.data.chunks import Chunk, cut_chunks, read_chunk
-from tasks.data.encoder import SavedTokenizer, TokensDiffer, forget_words, needs_context
+from tasks.data.encoder import SavedTokenizer, TokensDiffer, forget_words
 from tasks.data.engine import Engine, LocalProcesses, run_chunks
 from tasks.data.readers import LONGEST_PIECE, Piece, Place, Span, read_spans
 from tasks.data.sample import READ_FACTOR, chunks_to_read, draw, up_to
@@ -78,9 +78,7 @@ from training.shards.format import (
     read_manifest,
     verify_hashes,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from training.tokenizer.pretrained import PretrainedTokenizer, needs_context
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +94,7 @@ class _Shared:
 
     tokens_home: Path
     store: StoreConfig
-    pretrained: PreTrainedTokenizerFast | None
+    pretrained: PretrainedTokenizer | None
     specials: Specials
     encoding: TextEncoding
     written: tuple[str, ...]
@@ -165,7 +163,7 @@ def prepare_corpus(
     if encoding.rule == "all" and pretrained is not None:
         with contextlib.suppress(ValueError):  # a template that cannot be read, which this rule does not need
             written = written_by_template(pretrained)
-    joins = pretrained is not None and needs_context(pretrained.backend_tokenizer.to_str())
+    joins = pretrained is not None and needs_context(pretrained.tokenizer)
     with contextlib.ExitStack() as stack:
         report = progress or stack.enter_context(text_progress())
         engine = engine or LocalProcesses(data.processes)
@@ -414,13 +412,17 @@ def _manifest_of_mixture(
                     for file in each.largest_skipped
                 }
             ),
+            "garbled_example": next(filter(None, (each.garbled_example for each in manifests)), ""),
+            "asked_fraction": 0.0,  # the parts say it
             "left_out": tuple(
                 left_out.model_copy(update={"example": f"{name}/{left_out.example}"})
                 for name, each in zip(names, manifests, strict=True)
                 for left_out in each.left_out
             ),
             "hints": tuple(
-                f"{name}: {hint}" for name, each in zip(names, manifests, strict=True) for hint in each.hints
+                f"{name}: {hint}"
+                for name, each in zip(names, manifests, strict=True)
+                for hint in (*each.hints, *each.split_hints())
             ),
         }
     )
@@ -646,6 +648,8 @@ def _fingerprint(corpus: Corpus, shared: _Shared, made: _Format = TODAY) -> str:
     settings = data.model_dump(mode="json", exclude=left_out)
     # Corpora were tokenized before these settings existed.
     settings["tokenizer"] = {name: settings["tokenizer"][name] for name in ("kind", "vocab_size", "sample_mib")}
+    if data.encoding != "utf-8":
+        settings["encoding"] = [data.encoding, "of what is not UTF-8"]
     for field in ("encoding", "deduplicate", "where", "json_field", "table"):
         if getattr(data, field) == DataConfig.model_fields[field].default:
             settings.pop(field)
@@ -668,6 +672,8 @@ def _fingerprint(corpus: Corpus, shared: _Shared, made: _Format = TODAY) -> str:
         identity["readers"] = made.readers
     if held_out := sum(source.held_out for source in corpus.sources):
         identity["held_out"] = held_out
+    if read_so := {each.name: each.format for each in corpus.sources if each.is_read_unlike_its_name}:
+        identity["read_so"] = read_so
     if any(has_quotes for has_quotes, _ in corpus.quotes_in_tables):
         identity["tsv"] = "quotes are text"  # until they were, other tokens came of the same file
     if corpus.earlier:
@@ -811,6 +817,7 @@ def _tokenize(
     bytes_by_file = corpus.skipped_sources.bytes_by_file.copy()
     for chunk in finished:
         bytes_by_file.update(chunk.bytes_by_file)
+    garbled = next(filter(None, (chunk.garbled_example for chunk in finished)), None)
     counts = Ledger.total(finished)
     counts["skipped"] += corpus.skipped_sources.count
     counts |= {"skipped_bytes": bytes_by_file.total(), "skipped_files": len(bytes_by_file)}
@@ -829,6 +836,8 @@ def _tokenize(
         **counts,
         largest_skipped=largest_files(bytes_by_file),
         skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped[:EXAMPLES_KEPT]),
+        garbled_example=f"{garbled.problem} in {_place(corpus, garbled)}" if garbled else "",
+        asked_fraction=rule.validation_fraction if rule.kind == "documents" else 0.0,
     )
     manifest = corpus.with_files_left_out(manifest)
     _log_outcome(manifest, seconds=time.perf_counter() - started)

@@ -23,11 +23,18 @@ class Compression(NamedTuple):
 
 
 COMPRESSIONS = {
-    ".gz": Compression("gzip", b"\x1f\x8b"),
+    ".gz": Compression("gzip", b"\x1f\x8b\x08"),
     ".bz2": Compression("bz2", b"BZh"),
     ".zst": Compression("zstd", b"\x28\xb5\x2f\xfd"),
     ".xz": Compression("xz", b"\xfd7zXZ\0"),
 }
+
+
+def compression_of(head: bytes) -> str:
+    """Return the name of the compression that a file's first bytes show; empty if there is none."""
+    if head.startswith(b"BZh") and head[4:10] not in (b"1AY&SY", b"\x17rE8P\x90"):  # a text may begin with BZh
+        return ""
+    return next((each.name for each in COMPRESSIONS.values() if head.startswith(each.starts)), "")
 
 
 class Readable(Protocol):

@@ -24,6 +24,7 @@ from tasks.data.split import Passage
 from tasks.hardware.machine import usable_cores
 from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.shards.format import Dtype, token_dtype
+from training.tokenizer.pretrained import needs_context
 from training.tokenizer.text_encoder import ids_of, open_tokenizer, special_tokens_of
 
 if TYPE_CHECKING:
@@ -148,27 +149,9 @@ def _over_cut(saved: SavedTokenizer, left: str, right: str) -> int:
     return len(left) - cut if cut else 0
 
 
-def needs_context(content: str) -> bool:
-    """Whether a tokenizer may write the first word of a text otherwise than the same word inside a text.
-
-    `content`: of its tokenizer.json.
-    """
-
-    def found(part: object) -> bool:
-        if isinstance(part, dict):
-            kind, scheme = part.get("type"), part.get("prepend_scheme", "always")
-            spaced = part.get("add_prefix_space", True)
-            own = (kind == "Metaspace" and scheme != "never") or (kind == "ByteLevel" and spaced) or kind == "Prepend"
-            return own or any(map(found, part.values()))
-        return isinstance(part, list) and any(map(found, part))
-
-    saved = json.loads(content)
-    return found([saved["normalizer"], saved["pre_tokenizer"]])
-
-
 @functools.cache
 def _needs_context(file: str) -> bool:
-    return needs_context(Path(file).read_text(encoding="utf-8"))
+    return needs_context(load_tokenizer(file))
 
 
 def _encode(saved: SavedTokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:

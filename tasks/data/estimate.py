@@ -54,13 +54,14 @@ def estimate_text(config: RunConfig) -> TextEstimate | None:
     parts = [None if source.path.startswith(SHARDS) else next(drawn) for source in read] or [next(drawn)]
     shards = _of_all_text(made, parts, data)
     times = [shards.tokens_of_part(n, "train") / max(1, made.tokens_of_part(n, "train")) for n in range(len(parts))]
+    is_counted = all(part is None or part.is_all for part in parts)
     whole = [_times(epoch, share) for epoch, share in zip(epochs, times, strict=True)]
     return TextEstimate(
         name=data.described,
         shards=shards,
-        sample=made,
+        sample=made if is_counted else made.model_copy(update={"asked_fraction": 0.0}),  # `shards` says it
         epochs=tuple(whole) if read == data.sources else (),
-        is_counted=all(part is None or part.is_all for part in parts),
+        is_counted=is_counted,
         read_bytes=sum(part.read_bytes for part in parts if part),
     )
 

@@ -35,7 +35,7 @@ from training.store.urls import is_url
 logger = logging.getLogger(__name__)
 
 FIRST_SLICE = "first"  # the corpus that the model's first run was trained on
-GROWS_IN_LINES = frozenset({".jsonl", ".ndjson"})  # files of other structured formats count as new as a whole
+GROWS_IN_LINES = ("text", "json lines")  # files of other structured formats count as new as a whole
 
 
 class KnownFiles(Record):
@@ -62,7 +62,7 @@ class Known:
 
     def length_before(self, source: Source) -> int:
         """Return the bytes of a text or JSON-lines file that were known before it grew; 0 if the file is new."""
-        lines = source.format == "text" or source.suffix in GROWS_IN_LINES
+        lines = source.format in GROWS_IN_LINES
         if not lines or source.compression or source.encoding != "utf-8":
             return 0
         earlier = {file.num_bytes: file.sha256 for file in self.files if file.name == source.name}

@@ -16,7 +16,7 @@ from training.store.urls import check_url, filesystem, store_errors, without_que
 
 WEB = ("http", "https")  # these protocols cannot list the files below a URL
 BLOCK_BYTES = 8 * 2**20  # one request reads this many bytes
-LEAST_BYTES = 2**20  # of a part of a file
+LEAST_BYTES = 2**17  # of a part of a file
 IDENTITIES = ("ETag", "etag", "md5Hash", "crc32c", "content_md5", "blob_id", "oid", "sha256")
 
 
@@ -108,12 +108,17 @@ def find_files(url: str, *, field: str = "data.path") -> list[RemoteFile]:
             found = store.find(root, detail=True)
     files = []
     for path, info in sorted(found.items()):
-        name = path.removeprefix(place).lstrip("/") or place.rpartition("/")[2]
+        name = path.removeprefix(place).lstrip("/") or _last_part(place)
         if not any(part.startswith(".") for part in name.split("/")) and info.get("type") != "directory":
             files.append(RemoteFile(store.unstrip_protocol(path), name, _size(info, f"{field}={url}"), _identity(info)))
     if not files:
         raise ValueError(f"{field}={url}: there is no file at this URL or below it: correct the URL")
     return files
+
+
+def _last_part(url: str) -> str:
+    """Return the name that a URL ends in, without the query of a web address."""
+    return url.partition("?")[0].rpartition("/")[2] if url.startswith(WEB) else url.rpartition("/")[2]
 
 
 def _size(info: dict[str, Any], where: str) -> int:

@@ -61,6 +61,7 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
         special_as_text=special[False],
         skipped_examples=tuple(_recorded(place, problem) for place, problem in skipped.examples),
         bytes_by_file=skipped.bytes_by_file,
+        garbled_example=skipped.garbled_example and _recorded(*skipped.garbled_example),
         **skipped.counts(),
     )
     write_marker(work.folder, chunk.index, finished)

@@ -2,63 +2,53 @@
 
 from __future__ import annotations
 
-import codecs
+import contextlib
 import fnmatch
 import glob
+import hashlib
 import heapq
 import io
+import itertools
 import logging
 import os
 import re
 import sysconfig
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from tasks.data.contents import UNPACK, problem_of_bytes
-from tasks.data.decompression import COMPRESSIONS, unpacked
+from tasks.data.contents import Format, Kind, format_of_name, recognize, settings_in, suffix_of
+from tasks.data.decompression import COMPRESSIONS, compression_of, unpacked
+from tasks.data.encodings import BadLines, Recoded, encoding_of, garbled_places, how_to_read
 from tasks.data.remote import RemoteFile, as_value_errors, find_files
 from tasks.data.row_filter import RowFilter
 from tasks.hardware.machine import usable_cores
 from training.config.data import SHARDS, DataConfig
+from training.records.cures import Cure
 from training.records.record import sha256_file
 from training.records.token_shards import LeftOut, SourceFile
+from training.records.words import counted
 from training.shards.format import read_manifest
 from training.store.urls import check_url, is_url
 
 log = logging.getLogger(__name__)
 
-Format = Literal["text", "json", "csv", "tsv", "parquet", "arrow", "hub"]
-
-TEXT_SUFFIXES = """
-    .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .css .scss .py .pyi .ipynb .js .mjs .jsx .ts .tsx
-    .vue .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .mm .java .kt .scala .go .rs .swift .rb .php .pl .pm .lua .r .jl
-    .hs .ml .mli .ex .exs .erl .clj .lisp .el .scm .f .f90 .pas .cs .fs .vb .sql .sh .bash .zsh .fish .ps1 .bat
-    .yaml .yml .toml .ini .cfg .conf .cmake .mk .dockerfile .proto .graphql .log .srt .vtt .po .bib
-"""
-FORMATS: dict[str, Format] = {
-    **dict.fromkeys(TEXT_SUFFIXES.split(), "text"),
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-ARCHIVES = frozenset({".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".rar"})
 HIDDEN = (".", "~$")  # the latter are lock files of Microsoft Office
 CACHES = "*cache-*.arrow"  # results of map and filter, which datasets keeps in a saved folder that it has loaded
-# Files that `save_to_disk` of the library datasets writes beside .arrow files; they hold no text.
-OF_DATASETS = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
+SETTINGS_BYTES = 2**20  # of a file of JSON that may be one object of settings
+LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})  # their names say that each line is an object
 # Words in the names of files and folders that are a ready-made split.
 TRAIN_NAMES = frozenset({"train", "training"})
 HELD_OUT_NAMES = frozenset({"valid", "validation", "val", "dev", "eval", "test"})
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 EXAMPLES_KEPT = 10
-RECODED_BYTES = 2**16
 HEAD_BYTES = 2**12
+ENDS_BYTES = 2**16  # of a file that is not hashed
+LONGEST_HEAD = 2**18  # of .json, whose first line may be a long one of an object of several lines
 LISTING_THREADS = max(16, usable_cores())  # on network disks and stores they mostly wait
 KINDS_SHOWN = 6  # of the files that are left out
 
@@ -95,6 +85,8 @@ class SkippedDocuments:
         self.num_repeated = 0
         self.num_filtered = 0
         self.num_nuls = 0  # NUL characters in documents that are kept
+        self.num_garbled = 0  # places that seem to have been read in a wrong encoding
+        self.garbled_example: tuple[object, str] | None = None  # the place of the document, and the characters
         self.left_out: list[LeftOut] = []
         self.hints: list[str] = []
         self.digests = digests
@@ -119,7 +111,14 @@ class SkippedDocuments:
             "skipped_bytes": self.bytes_by_file.total(),
             "skipped_files": len(self.bytes_by_file),
             "nul_characters": self.num_nuls,
+            "garbled": self.num_garbled,
         }
+
+    def look_for_garbled(self, place: str | InFile, text: str) -> None:
+        """Count the places of a text that seem to have been read in a wrong encoding."""
+        if found := garbled_places(text):
+            self.num_garbled += len(found)
+            self.garbled_example = self.garbled_example or (place, found[0])
 
     def skip_or_raise(
         self,
@@ -136,7 +135,7 @@ class SkippedDocuments:
         lost; None: those of the place. `is_whole_file`: nothing of the file can be read.
         """
         if self.on_error == "stop":
-            cure = "; correct it, or set data.on_error=skip to leave such documents out and count them"
+            cure = f"; correct it, or {Cure.SKIP} to leave such documents out and count them"
             raise ValueError(f"{place}: {problem}{'' if is_whole_file else cure}")
         self.count += documents
         file, size = (place, 0) if isinstance(place, str) else (place.file, place.size_bytes)
@@ -150,8 +149,9 @@ class Source:
     """One file, or one split of a hub data set. `record.name` is relative to `data.path`, the same on every machine;
     bytes of a file's name that are not UTF-8 are written as \\xe9.
 
-    `remote`: the place of a file behind a URL; `path` is then its name. `held_out`: a file of data.validation_path.
-    `problem`: what the file is and the cure, if its first bytes say that it is no text; None: it was not looked at.
+    `encoding`: of the file, or only of its lines that are `mixed` into UTF-8. `remote`: the place of a file behind a
+    URL; `path` is then its name. `held_out`: a file of data.validation_path. `problem`: what the file is and the cure,
+    if its first bytes say that it is no text. `is_known`: its name or its bytes say how it is read.
     """
 
     path: Path
@@ -161,7 +161,9 @@ class Source:
     encoding: str = "utf-8"
     remote: RemoteFile | None = None
     held_out: bool = False
-    problem: str | None = None
+    problem: str = ""
+    is_known: bool = True
+    mixed: BadLines | None = None
 
     @property
     def name(self) -> str:
@@ -170,7 +172,14 @@ class Source:
     @property
     def suffix(self) -> str:
         """Return `.jsonl` for `a.jsonl.gz`."""
-        return _suffixes(self.path)[0]
+        return suffix_of(self.path.name)
+
+    @property
+    def is_read_unlike_its_name(self) -> bool:
+        """Whether the bytes tell another format or compression than the name."""
+        by_name = COMPRESSIONS.get(self.path.suffix.lower())
+        packed = by_name.name if by_name else ""
+        return self.format not in (format_of_name(self.path.name) or "text", "hub") or packed != self.compression
 
     @property
     def can_seek(self) -> bool:
@@ -180,7 +189,9 @@ class Source:
     def open(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
         """Open the decompressed text as UTF-8; reading raises OSError, with the place, for bytes that do not fit."""
         file = self.open_unpacked(wanted_bytes=wanted_bytes)
-        return file if self.encoding == "utf-8" else io.BufferedReader(_Recoded(file, self.encoding))
+        if self.encoding == "utf-8":
+            return file
+        return io.BufferedReader(Recoded(file, self.encoding, by_line=self.mixed is not None))
 
     def open_unpacked(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
         """Open the decompressed bytes; reading raises OSError if they break off."""
@@ -191,34 +202,11 @@ class Source:
         """Open the file as it is. `wanted_bytes`: how many bytes will be read, if not all."""
         return self.remote.open(wanted_bytes=wanted_bytes) if self.remote else self.path.open("rb")
 
-
-class _Recoded(io.RawIOBase):
-    """The bytes of a file of another encoding, as UTF-8."""
-
-    def __init__(self, file: BinaryIO, encoding: str) -> None:
-        self.file, self.encoding, self.decoder = file, encoding, codecs.getincrementaldecoder(encoding)()
-        self.left, self.position = b"", 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        block = b" "
-        while block and not self.left:
-            block = self.file.read(RECODED_BYTES)
-            try:
-                self.left = self.decoder.decode(block, final=not block).encode(errors="surrogatepass")
-            except UnicodeDecodeError as error:
-                stop = f"{self.position + len(block):,}"
-                raise OSError(f"not {self.encoding} between bytes {self.position:,} and {stop}") from error
-            self.position += len(block)
-        part = self.left[: len(buffer)]
-        buffer[: len(part)], self.left = part, self.left[len(part) :]
-        return len(part)
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
+    def start(self) -> bytes:
+        """Return the first bytes of the text, by which it is recognized."""
+        size = LONGEST_HEAD if self.suffix == ".json" else HEAD_BYTES
+        with self.open(wanted_bytes=size) as file:
+            return file.read(size)
 
 
 def find_sources(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool = True) -> list[Source]:
@@ -227,20 +215,23 @@ def find_sources(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool = 
     What is not read goes to `skipped.left_out`. Without `hashed` the hashes are empty, which takes no time. Raises
     ValueError if there are none or one cannot be read.
     """
-    if data.validation_path:
-        data = data.model_copy(update={"validation_path": _validation_place(data)})
-    sources = _find(data, skipped, hashed=hashed)
     if not data.validation_path:
-        return sources
+        sources = _find(data, skipped, hashed=hashed)
+        return sources if data.path == "stdlib" else _once(sources, data, skipped)
+    data = data.model_copy(update={"validation_path": _validation_place(data)})
+    sources = _find(data, skipped, hashed=hashed)
     own = data.model_copy(update={"path": data.validation_path})
-    held_out = _find(own, skipped, hashed=hashed, field="data.validation_path")
-    places = {_place(source) for source in held_out}
-    train = [source for source in sources if _place(source) not in places]
+    found = _find(own, skipped, hashed=hashed, field="data.validation_path")
+    places = {_place(source) for source in found}
+    held_out = [_as_held_out(source, data.validation_path) for source in found]
+    apart = [source for source in sources if _place(source) not in places]
+    once = _once([*held_out, *apart], data, skipped)  # what is held out is not trained on in a copy either
+    train = [source for source in once if not source.held_out]
     if not train:
         raise ValueError(
             f"data.validation_path={data.validation_path} has all files of data.path={data.path}: give a part of them"
         )
-    return train + [_as_held_out(source, data.validation_path) for source in held_out]
+    return train + [source for source in once if source.held_out]
 
 
 def _validation_place(data: DataConfig) -> str:
@@ -278,12 +269,25 @@ def _find(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool, field: s
     if data.path.startswith("hub:"):
         return [_hub_source(data)]
     if data.path == "stdlib":
-        return _recorded(_stdlib_files(skipped), skipped, encoding="utf-8", hashed=hashed)
+        return _hashed(_stdlib_files(skipped), skipped, hashed=hashed)
     if is_url(data.path):
-        return _remote_sources(data, skipped, hashed=hashed, field=field)
-    path = Path(data.path).expanduser().absolute()  # a worker may have another working directory
-    files = _folder_files(path, data, skipped) if path.is_dir() else [(printable(path.name), path)]
-    return _recorded(files, skipped, encoding=data.encoding, hashed=hashed)
+        files = _remote_files(data, field=field)
+        is_one = len(files) == 1 and files[0].name == PurePath(data.path.partition("?")[0]).name
+        found = [_remote_source(file) for file in files]
+    else:
+        path = Path(data.path).expanduser().absolute()  # a worker may have another working directory
+        is_one = not path.is_dir()
+        found = [_local_source(printable(path.name), path)] if is_one else _folder_files(path, data, skipped)
+    if not found:
+        return []
+    kept = _looked_at(found, data) if is_one else _chosen(data.path, found, data, skipped)
+    skipped.hints += [
+        f"{source.name} is UTF-8 but for {source.mixed}, which are read as {source.encoding}"
+        for source in kept
+        if source.mixed
+    ]
+    with as_value_errors(f"{field}={data.path}") if is_url(data.path) else contextlib.nullcontext():
+        return _hashed(kept, skipped, hashed=hashed)
 
 
 def check_paths(data: DataConfig) -> None:
@@ -317,95 +321,200 @@ def check_path(path: str, *, field: str = "data.path") -> None:
         raise ValueError(f"{field}={path} is neither a file nor a folder: give one of them")
 
 
-def _recorded(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encoding: str, hashed: bool) -> list[Source]:
-    sources = []
+def _local_source(name: str, path: Path) -> Source:
+    num_bytes = path.stat().st_size if path.is_file() else 0
+    return Source(path, "text", "", SourceFile(name=name, num_bytes=num_bytes, sha256=""))
+
+
+def _remote_source(file: RemoteFile) -> Source:
+    record = SourceFile(name=file.name, num_bytes=file.num_bytes, sha256="")
+    return Source(Path(file.name), "text", "", record, remote=file)
+
+
+def _remote_files(data: DataConfig, *, field: str) -> list[RemoteFile]:
+    found = find_files(data.path, field=field)
+    if data.validation_path in ("", data.path):
+        return found
+    apart = f"{data.validation_path.rstrip('/')}/"
+    return [file for file in found if not f"{file.url}/".startswith(apart)]
+
+
+def _hashed(sources: list[Source], skipped: SkippedDocuments, *, hashed: bool) -> list[Source]:
+    """Return the sources with their hashes: the store's own, if it has them, so that no file is read."""
+
+    def with_hash(source: Source) -> Source:
+        if source.remote:
+            sha256 = source.remote.sha256 if hashed or source.remote.identity else ""
+        else:
+            source.path.stat()
+            sha256 = sha256_file(source.path) if hashed else ""
+        return replace(source, record=source.record.model_copy(update={"sha256": sha256}))
+
+    made = []
     pool = ThreadPoolExecutor(LISTING_THREADS)  # hashing releases the interpreter lock
     try:
-        submitted = [(name, path, pool.submit(_source, name, path, encoding, hashed)) for name, path in files]
-        for name, path, source in submitted:
+        for source, done in [(source, pool.submit(with_hash, source)) for source in sources]:
             try:
-                sources.append(source.result())
+                made.append(done.result())
             except OSError as error:
-                size = path.stat().st_size if path.exists() else 0
-                skipped.skip_or_raise(name, f"cannot be read ({error.strerror})", num_bytes=size)
+                if source.remote:
+                    raise
+                size = source.record.num_bytes
+                skipped.skip_or_raise(source.name, f"cannot be read ({error.strerror})", num_bytes=size)
     finally:  # after an error or Ctrl-C, do not hash the rest, which may be a terabyte
         pool.shutdown(cancel_futures=True)
-    return sources
+    return made
 
 
-def _source(name: str, path: Path, encoding: str, hashed: bool) -> Source:
-    """Read a file's hash and its first bytes."""
-    suffix, compression = _suffixes(path)
-    record = SourceFile(name=name, num_bytes=path.stat().st_size, sha256=sha256_file(path) if hashed else "")
-    source = Source(path, FORMATS.get(suffix, "text"), compression, record, encoding)
-    return replace(source, problem=content_problem(source))
+def _looked_at(sources: Sequence[Source], data: DataConfig) -> list[Source]:
+    """Return the sources as their bytes say what they are."""
+    with ThreadPoolExecutor(LISTING_THREADS) as pool:
+        return list(pool.map(lambda source: _recognized(source, data), sources))
+
+
+def _recognized(source: Source, data: DataConfig) -> Source:
+    """Return a source as its first bytes say what it is, or as its name says if it cannot be opened."""
+    by_name = format_of_name(source.name)
+    source = replace(source, format=by_name or "text", is_known=by_name is not None)
+    wanted = encoding_of(data.encoding, source.name)
+
+    def members() -> list[str]:
+        with contextlib.suppress(zipfile.BadZipFile), source.open_bytes() as file, zipfile.ZipFile(file) as archive:
+            return archive.namelist()
+        return []
+
+    def kind() -> Kind:
+        packed = bool(source.compression)
+        return recognize(source.start(), source.name, encoding=wanted, is_compressed=packed, members=members)
+
+    try:
+        with source.open_bytes(wanted_bytes=HEAD_BYTES) as file:
+            source = replace(source, compression=compression_of(file.peek(HEAD_BYTES)))
+        found = kind()
+        if wanted != "utf-8" and not found.problem and found.format not in ("parquet", "arrow"):
+            with source.open_unpacked() as file:
+                encoding, mixed = how_to_read(file, wanted)
+            source = replace(source, encoding=encoding, mixed=mixed)
+            found = kind()
+    except OSError as error:  # the reader of a file that is known reports it
+        return source if source.is_known else replace(source, problem=f"cannot be read ({error.strerror or error})")
+    return replace(source, format=found.format, problem=found.problem, is_known=source.is_known or found.by_bytes)
 
 
 def check_contents(sources: Sequence[Source], skipped: SkippedDocuments) -> None:
-    """Raise ValueError, unless data.on_error=skip, for archives beside the sources and for files that are no text."""
+    """Raise ValueError, unless data.on_error=skip, for what must not be left out unasked, and for files that are no
+    text.
+    """
     if skipped.on_error == "skip":
         return
     for left_out in skipped.left_out:
         if left_out.refused:
-            raise ValueError(f"{left_out.example} is an archive: {left_out.why}")
-    cure = "; or set data.on_error=skip to leave such files out and count them" if len(sources) > 1 else ""
+            raise ValueError(f"{left_out.example}: {left_out.why}")
+    cure = f"; or {Cure.SKIP} to leave such files out and count them" if len(sources) > 1 else ""
     for source in sources:
-        if not source.remote and (problem := content_problem(source)):
-            raise ValueError(f"{source.name} {problem}{cure}")
+        if source.problem:
+            raise ValueError(f"{source.name} {source.problem}{cure}")
 
 
-def content_problem(source: Source) -> str:
-    """Return what the file is and the cure, if its first bytes say that it is not what its reader reads."""
-    if source.problem is not None or source.format == "hub":
-        return source.problem or ""
-    try:
-        with source.open_unpacked(wanted_bytes=HEAD_BYTES) as file:
-            head = file.read(HEAD_BYTES)
-    except OSError:  # its reader reports it
+def _once(sources: list[Source], data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
+    """Return the sources without files that are there twice: links, copies of many documents, compressed copies.
+
+    Files of one document each may be equal, as documents may (data.deduplicate); that is said.
+    """
+    firsts: dict[str, Source] = {}
+    kept, copies, equal = [], list[tuple[Source, Source]](), list[tuple[Source, Source]]()
+    for source, keys in zip(sources, _text_keys(sources), strict=True):
+        found = next(((key, firsts[key]) for key in keys if key in firsts), None)
+        if found and not source.held_out and not (found[0] == keys[-1] and _is_one_document(source, data)):
+            copies.append((source, found[1]))
+            continue
+        if found:
+            equal.append((source, found[1]))
+        kept.append(source)
+        firsts |= dict.fromkeys(keys, source)
+    if copies:
+        why = f"it has the text of {copies[0][1].name}, which counts once"
+        skipped.left_out.append(_left_out("copies", [copy for copy, _ in copies], why))
+    if equal and data.deduplicate == "off":
+        copy, first = equal[0]
+        skipped.hints.append(
+            f"{counted(len(equal), 'file')} {'has' if len(equal) == 1 else 'have'} the text of another one, such as "
+            f"{copy.name} that of {first.name}; {Cure.DEDUPLICATE}"
+        )
+    return kept
+
+
+def _is_one_document(source: Source, data: DataConfig) -> bool:
+    return source.format == "json objects" or (source.format == "text" and data.text_unit == "file")
+
+
+def _text_keys(sources: Sequence[Source]) -> list[list[str]]:
+    """Return by what files with the same text are known: their place on disk, beside a compressed file of the same name
+    a hash of the unpacked bytes, and last a hash of their bytes. Of files that are not hashed, their ends are.
+    """
+    sizes = Counter(source.record.num_bytes for source in sources)
+    by_name: dict[str, list[int]] = {}
+    keys: list[list[str]] = []
+    for number, source in enumerate(sources):
+        record = source.record
+        own = record.sha256 or (_hash_of_ends(source) if sizes[record.num_bytes] > 1 else "")
+        keys.append([_place_on_disk(source), own or source.name] if record.num_bytes else [source.name])
+        by_name.setdefault(_unpacked_name(source), []).append(number)
+    for numbers in by_name.values():
+        if len(numbers) == 1 or not any(sources[number].compression for number in numbers):
+            continue
+        starts = {number: _hash_of_text(sources[number], ENDS_BYTES) for number in numbers}
+        same = Counter(starts.values())
+        for number, start in starts.items():
+            if start and same[start] > 1:
+                is_hashed = bool(sources[number].record.sha256)
+                keys[number].insert(0, _hash_of_text(sources[number], None) if is_hashed else start)
+    return keys
+
+
+def _unpacked_name(source: Source) -> str:
+    path = PurePath(source.name)
+    return path.stem if path.suffix.lower() in COMPRESSIONS else path.name
+
+
+def _place_on_disk(source: Source) -> str:
+    """Return what links to a file, hard ones too, have in common with it."""
+    with contextlib.suppress(OSError):
+        if not source.remote:
+            status = source.path.stat()
+            return f"{status.st_dev}:{status.st_ino}"
+    return source.name
+
+
+def _hash_of_ends(source: Source) -> str:
+    """Return a hash of a file's size and both its ends; empty if it is not here, or cannot be read."""
+    if source.remote or source.format == "hub":
         return ""
-    wanted = {"parquet": "parquet", "arrow": "an Arrow file"}.get(source.format, "")
-    return problem_of_bytes(head, encoding=source.encoding, wanted=wanted)
+    size = source.record.num_bytes
+    with contextlib.suppress(OSError), source.path.open("rb") as file:
+        start = file.read(ENDS_BYTES)
+        file.seek(max(0, size - ENDS_BYTES))
+        return hashlib.sha256(b"%d %b%b" % (size, start, file.read(ENDS_BYTES))).hexdigest()
+    return ""
 
 
-def _remote_sources(data: DataConfig, skipped: SkippedDocuments, *, hashed: bool, field: str) -> list[Source]:
-    """Return the files at a URL, with the store's own hashes if it has them: then no file is read."""
-    found = find_files(data.path, field=field)
-    if data.validation_path not in ("", data.path):
-        found = [file for file in found if not f"{file.url}/".startswith(f"{data.validation_path.rstrip('/')}/")]
-    if not found:
-        return []
-    if len(found) > 1 or found[0].name != PurePath(data.path).name:
-        by_name = {file.name: file for file in found}
-        sizes = {name: file.num_bytes for name, file in by_name.items()}
-        kept = _chosen(data.path, sizes, data, skipped, head=lambda name: _head(by_name[name].open()))
-        found = [by_name[name] for name in kept]
-    with as_value_errors(f"{field}={data.path}"), ThreadPoolExecutor(LISTING_THREADS) as pool:
-        hashes = list(pool.map(lambda file: file.sha256 if hashed else "", found))
-    sources = []
-    for file, sha256 in zip(found, hashes, strict=True):
-        path = Path(file.name)
-        suffix, compression = _suffixes(path)
-        record = SourceFile(name=file.name, num_bytes=file.num_bytes, sha256=sha256)
-        sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record, data.encoding, file))
-    return sources
+def _hash_of_text(source: Source, num_bytes: int | None) -> str:
+    """Return a hash of the unpacked bytes, or of the first of them; empty if they cannot be read."""
+    with contextlib.suppress(OSError), source.open_unpacked(wanted_bytes=num_bytes) as file:
+        if num_bytes is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.sha256(file.read(num_bytes)).hexdigest()
+    return ""
 
 
-def _suffixes(path: Path) -> tuple[str, str]:
-    """Return suffix and compression: `.jsonl` and `gzip` for `a.jsonl.gz`."""
-    suffix = path.suffix.lower()
-    if suffix in COMPRESSIONS:
-        return Path(path.stem).suffix.lower(), COMPRESSIONS[suffix].name
-    return suffix, ""
-
-
-def _stdlib_files(skipped: SkippedDocuments) -> list[tuple[str, Path]]:
+def _stdlib_files(skipped: SkippedDocuments) -> list[Source]:
     """Return the .py files of the standard library, without the few that declare another encoding than UTF-8."""
     root = Path(sysconfig.get_path("stdlib"))
     found = _walk(root, skipped, leave_out=NOT_STDLIB, follow_links=False)
     files = [(name, path) for name, path in found if path.suffix == ".py"]
     if not files:
         raise ValueError(f"no .py files in {root}: this Python has no library of source files; set data.path=FOLDER")
-    return [(name, path) for name, path in files if _is_utf8(path)]
+    return [_local_source(name, path) for name, path in files if _is_utf8(path)]
 
 
 def _is_utf8(path: Path) -> bool:
@@ -416,61 +525,91 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def _folder_files(root: Path, data: DataConfig, skipped: SkippedDocuments) -> list[tuple[str, Path]]:
-    paths = dict(_walk(root, skipped))
+def _folder_files(root: Path, data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
+    found = _walk(root, skipped)
     if data.validation_path not in ("", data.path) and not is_url(data.validation_path):
         apart = os.path.realpath(Path(data.validation_path).expanduser())
-        kept = {name: path for name, path in paths.items() if not Path(os.path.realpath(path)).is_relative_to(apart)}
-        if paths and not kept:
-            return []
-        paths = kept
-    sizes = {name: path.stat().st_size if path.is_file() else 0 for name, path in paths.items()}
-    chosen = _chosen(str(root), sizes, data, skipped, head=lambda name: _head(paths[name].open("rb")))
-    return [(name, paths[name]) for name in chosen]
+        found = [(name, path) for name, path in found if not Path(os.path.realpath(path)).is_relative_to(apart)]
+    elif not found:
+        raise _no_texts(str(root), {}, data)
+    return [_local_source(name, path) for name, path in found]
 
 
-def _chosen(
-    root: str, sizes: dict[str, int], data: DataConfig, skipped: SkippedDocuments, *, head: Callable[[str], bytes]
-) -> list[str]:
-    """Return the names of the files that are read; tell `skipped` about the others, and how they can be read.
-
-    `sizes`: of all files, by name. `head` gives the first bytes of one.
-    """
+def _chosen(root: str, found: list[Source], data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
+    """Return the files that are read; tell `skipped` about the others, and how they can be read."""
     include, exclude = _Patterns(data.include), _Patterns(data.exclude)
-    asked = [name for name in sizes if (not data.include or include.match(name)) and not exclude.match(name)]
-    if sizes and not asked:
+    asked = [
+        source
+        for source in found
+        if (not data.include or include.match(source.name)) and not exclude.match(source.name)
+    ]
+    if not asked:
         raise ValueError(
             f"data.include={', '.join(data.include) or '*'} and data.exclude={', '.join(data.exclude) or '(none)'} "
-            f"leave none of the {len(sizes)} files of {root}, such as {min(sizes)}: change them"
+            f"leave none of the {len(found)} files of {root}, such as {found[0].name}: change them"
         )
-    beside_arrow = {str(PurePath(name).parent) for name in asked if name.endswith(".arrow")}
-    beside_arrow |= {str(PurePath(folder).parent) for folder in beside_arrow}
-    others: dict[str, list[str]] = {}
+    others: dict[tuple[str, str], list[Source]] = {}
     kept = []
-    for name in asked:
-        path = PurePath(name)
-        if str(path.parent) in beside_arrow and (path.name in OF_DATASETS or fnmatch.fnmatchcase(name, CACHES)):
+    for source in _looked_at(asked, data):
+        if fnmatch.fnmatchcase(source.name, CACHES):
             continue
-        if _suffixes(Path(name))[0] in FORMATS or include.name_suffix(path):
-            kept.append(name)
+        if source.is_known or include.name_suffix(PurePath(source.name)):
+            kept.append(source)
         else:
-            others.setdefault("".join(path.suffixes[-2:]) if _is_archive(name) else path.suffix, []).append(name)
+            suffixes = PurePath(source.name).suffixes[-2 if _is_archive(source) else -1 :]
+            others.setdefault(("".join(suffixes) or "no suffix", source.problem), []).append(source)
     if not kept:
-        raise _no_texts(root, others, head)
-    if len(asked) < len(sizes):
-        unasked = sorted(sizes.keys() - {*asked})
-        by_glob = _left_out("data.include, data.exclude", unasked, sizes, "not asked for")
-        skipped.left_out.append(by_glob.model_copy(update={"asked": True, "refused": False}))
-    by_size = sorted(
-        others.items(), key=lambda each: (not _is_archive(each[1][0]), -sum(map(sizes.__getitem__, each[1])))
-    )
-    for suffix, names in by_size[:KINDS_SHOWN]:
-        skipped.left_out.append(_left_out(suffix or "no suffix", names, sizes, _why_left_out(suffix, names, head)))
-    if rest := [name for _, names in by_size[KINDS_SHOWN:] for name in names]:
-        kinds = f"{len(by_size) - KINDS_SHOWN} other suffixes"
-        skipped.left_out.append(_left_out(kinds, rest, sizes, "their suffixes are no text files'"))
-    skipped.hints += _split_hints(kept, data)
+        raise _no_texts(root, others, data)
+    if len(asked) < len(found):
+        kept_names = {source.name for source in asked}
+        unasked = [source for source in found if source.name not in kept_names]
+        by_glob = _left_out("data.include, data.exclude", unasked, "not asked for")
+        skipped.left_out.append(by_glob.model_copy(update={"asked": True}))
+    kept = _without_settings(kept, data, skipped)
+    by_size = sorted(others.items(), key=lambda each: (not _is_archive(each[1][0]), -_num_bytes(each[1])))
+    for (kind, _), sources in by_size[:KINDS_SHOWN]:
+        refused, why = _is_archive(sources[0]), _why_left_out(sources, data)
+        if refused:
+            why += f", or {Cure.EXCLUDE(patterns=_patterns(data.exclude, _globs_of(sources)))}"
+        skipped.left_out.append(_left_out(kind, sources, why).model_copy(update={"refused": refused}))
+    if rest := [source for _, sources in by_size[KINDS_SHOWN:] for source in sources]:
+        kinds = f"{len(by_size) - KINDS_SHOWN} other kinds"
+        skipped.left_out.append(_left_out(kinds, rest, "neither their names nor their first bytes are a text's"))
+    skipped.hints += _split_hints([source.name for source in kept], data)
     return kept
+
+
+def _without_settings(kept: list[Source], data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
+    """Return the files without objects of JSON that hold no text, such as package.json, where there are other files.
+
+    If those have more bytes than the others, the text may be in them, under another key: that is refused.
+    """
+    with ThreadPoolExecutor(LISTING_THREADS) as pool:
+        found = list(pool.map(lambda source: _settings_in(source, data), kept))
+    settings = [source for source, keys in zip(kept, found, strict=True) if keys is not None]
+    rest = [source for source, keys in zip(kept, found, strict=True) if keys is None]
+    if not settings or not rest:
+        return kept
+    texts = sorted({key for keys in found if keys for key in keys})[:KINDS_SHOWN]
+    patterns = dict.fromkeys(f"*{glob.escape(PurePath(source.name).name)}" for source in settings)
+    why = f"an object without the key {data.column!r}, as settings are"
+    if refused := _num_bytes(settings) > _num_bytes(rest):
+        why += f"; {Cure.EXCLUDE(patterns=_patterns(data.exclude, patterns))}"
+        why += f", or, if it is a document, {Cure.COLUMN(names=', '.join(map(repr, texts)))}" if texts else ""
+    left_out = _left_out(f"JSON without {data.column!r}", settings, why)
+    skipped.left_out.append(left_out.model_copy(update={"refused": refused}))
+    return rest
+
+
+def _settings_in(source: Source, data: DataConfig) -> list[str] | None:
+    """Return the keys of a file's texts if it is one object of JSON without the text that is read; otherwise None."""
+    if source.format not in ("json lines", "json objects") or source.suffix in LINES_SUFFIXES:
+        return None
+    if source.problem or source.record.num_bytes > SETTINGS_BYTES:
+        return None
+    with contextlib.suppress(OSError), source.open(wanted_bytes=SETTINGS_BYTES) as file:
+        return settings_in(file.read(SETTINGS_BYTES), data.column, data.json_field)
+    return None
 
 
 class _Patterns:
@@ -484,42 +623,49 @@ class _Patterns:
         return name in self.names or any(fnmatch.fnmatchcase(name, each) for each in self.globs)
 
     def name_suffix(self, path: PurePath) -> bool:
-        """Whether a pattern names the suffix of a file, which is then read as text whatever the suffix is."""
-        suffix = path.suffix or path.name  # a file without one is named by its whole name
-        matching = (PurePath(each) for each in self.globs if fnmatch.fnmatchcase(str(path), each))
-        return str(path) in self.names or any((each.suffix or each.name) == suffix for each in matching)
+        """Whether a glob names a file's suffix, or a part of the name of one without: it is then read as text."""
+        matching = [PurePath(each) for each in self.globs if fnmatch.fnmatchcase(str(path), each)]
+        if path.suffix:
+            of_it = any(each.suffix == path.suffix for each in matching)
+        else:
+            of_it = any(not each.suffix and each.name.strip("*?") for each in matching)
+        return of_it or str(path) in self.names
 
 
-def _is_archive(name: str) -> bool:
-    return bool({_suffixes(Path(name))[0], PurePath(name).suffix.lower()} & ARCHIVES)
+def _is_archive(source: Source) -> bool:
+    return source.problem.endswith(Cure.UNPACK)
 
 
-def _left_out(kind: str, names: list[str], sizes: dict[str, int], why: str) -> LeftOut:
-    num_bytes = sum(sizes[name] for name in names)
-    refused = any(map(_is_archive, names))
-    return LeftOut(kind=kind, files=len(names), num_bytes=num_bytes, example=names[0], why=why, refused=refused)
+def _num_bytes(sources: Iterable[Source]) -> int:
+    return sum(source.record.num_bytes for source in sources)
 
 
-def _why_left_out(suffix: str, names: list[str], head: Callable[[str], bytes]) -> str:
-    """Return what files of a suffix are, by some of them, or how they can be read."""
-    if _is_archive(names[0]):
-        return f"{UNPACK}, or name it in data.exclude"
-    looked_at = () if suffix in COMPRESSIONS else dict.fromkeys((names[0], names[len(names) // 2], names[-1]))
-    for name in looked_at:  # a compressed file's first bytes say nothing of its text
-        try:
-            problem = problem_of_bytes(head(name))
-        except OSError as error:
-            problem = f"cannot be read ({error.strerror or error})"
-        if problem:
-            return f"{'it' if name == names[0] else name} {problem}"
-    one = PurePath(names[0])
-    pattern = f"*{suffix}" if suffix else f"*/{one.name}" if len(one.parts) > 1 else one.name
-    return f'its suffix is no text file\'s; \'data.include=["*","{pattern}"]\' reads it as text'
+def _left_out(kind: str, sources: Sequence[Source], why: str) -> LeftOut:
+    example = sources[0].name
+    return LeftOut(kind=kind, files=len(sources), num_bytes=_num_bytes(sources), example=example, why=why)
 
 
-def _head(file: BinaryIO) -> bytes:
-    with file:
-        return file.read(HEAD_BYTES)
+def _why_left_out(sources: Sequence[Source], data: DataConfig) -> str:
+    """Return what files of one kind are, or how they can be read."""
+    if sources[0].problem:
+        return f"it {sources[0].problem}"
+    patterns = _patterns(data.include or ("*",), _globs_of(sources))
+    return f"its name is no text file's; {Cure.INCLUDE(patterns=patterns)}"
+
+
+def _globs_of(sources: Sequence[Source]) -> list[str]:
+    """Return patterns of the files' suffix; of what their names begin with, if they have none."""
+    path = PurePath(sources[0].name)
+    if path.suffix:
+        return [f"*{glob.escape(path.suffix)}"]
+    names = sorted({PurePath(source.name).name for source in sources})
+    same = itertools.takewhile(lambda each: each[0] == each[1], zip(names[0], names[-1], strict=False))
+    start = "".join(letter for letter, _ in same)
+    return [f"*{glob.escape(start)}*"] if start else [f"*{glob.escape(name)}" for name in names]
+
+
+def _patterns(given: Iterable[str], more: Iterable[str]) -> str:
+    return ",".join(f'"{each}"' for each in dict.fromkeys([*given, *more]))
 
 
 def _split_hints(kept: Collection[str], data: DataConfig) -> list[str]:
@@ -553,10 +699,10 @@ def _largest_apart(name: str, mixed: Collection[str]) -> str:
     return around[-1] if around else name
 
 
-def _no_texts(root: str, others: dict[str, list[str]], head: Callable[[str], bytes]) -> ValueError:
+def _no_texts(root: str, others: dict[tuple[str, str], list[Source]], data: DataConfig) -> ValueError:
     kinds = sorted(others.items(), key=lambda each: -len(each[1]))
-    only = ", ".join(f"{suffix or 'no suffix'} ({len(names)})" for suffix, names in kinds[:8])
-    reasons = "".join(f"; {names[0]}: {_why_left_out(suffix, names, head)}" for suffix, names in kinds[:3])
+    only = ", ".join(f"{kind} ({len(sources)})" for (kind, _), sources in kinds[:8])
+    reasons = "".join(f"; {sources[0].name}: {_why_left_out(sources, data)}" for _, sources in kinds[:3])
     return ValueError(
         f"{root} holds no text, JSON lines, CSV or parquet files{f', only {only}' if only else ''}{reasons}: "
         "set data.path to another folder"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import logging
 import re
 import shutil
@@ -15,16 +14,16 @@ from typing import TYPE_CHECKING
 
 from tasks.data.encoder import SavedTokenizer, choose_library, load_tokenizer
 from tasks.store.local_copy import local_copy
+from tasks.workspace.bounded_process import BoundedTemplate
 from training.config.data import TokenizerConfig
-from training.records.record import sha256_file, write_atomically
+from training.records.record import sha256_file
 from training.records.text_encoding import TextEncoding
-from training.tokenizer.chat_template import ChatTemplate
-from training.tokenizer.text_encoder import special_tokens_of, tokens_around
+from training.tokenizer.pretrained import PretrainedTokenizer, open_pretrained, save
+from training.tokenizer.text_encoder import panics_as_errors, special_tokens_of, tokens_around
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import PreTokenizer
-    from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
 
@@ -42,46 +41,39 @@ class Specials:
     mask: str | None
 
 
-def load_pretrained(config: TokenizerConfig) -> PreTrainedTokenizerFast | None:
+def load_pretrained(config: TokenizerConfig) -> PretrainedTokenizer | None:
     """Return the tokenizer of kind=pretrained, otherwise None.
 
     Raises ValueError, with the cure, if it cannot be used.
     """
     if config.kind != "pretrained":
         return None
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     path = local_copy(config.path, field="data.tokenizer.path")
     try:
-        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        with panics_as_errors():
+            loaded = open_pretrained(path)
+            special_tokens_of(loaded.tokenizer)
+    except Exception as error:  # transformers and tokenizers raise anything for files that they do not expect
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"data.tokenizer.path={config.path}: no tokenizer can be loaded from there ({reason}); "
-            "give a folder with a tokenizer.json, or a hub name that this machine can reach"
+            f"data.tokenizer.path={config.path}: no tokenizer can be loaded from there ({reason}): give a folder with "
+            "a tokenizer.json or a hub name that this machine can reach, or train one with data.tokenizer.kind=bpe"
         ) from error
-    if not isinstance(loaded, PreTrainedTokenizerFast):
-        raise ValueError(
-            f"data.tokenizer.path={config.path} has no tokenizer.json (it is a slow tokenizer): convert it with "
-            "transformers, or train one with data.tokenizer.kind=bpe"
-        )
-    size = _vocab_size(loaded.backend_tokenizer)
+    size = _vocab_size(loaded.tokenizer)
     if config.vocab_size and config.vocab_size != size:
         raise ValueError(
             f"data.tokenizer.path={config.path} has {size:,} tokens, data.tokenizer.vocab_size expects "
             f"{config.vocab_size}: set data.tokenizer.vocab_size to {size}, or to 0 for any size"
         )
-    loaded.backend_tokenizer.no_truncation()
-    loaded.backend_tokenizer.no_padding()
     return loaded
 
 
-def special_tokens(pretrained: PreTrainedTokenizerFast | None, *, masked: bool) -> Specials:
+def special_tokens(pretrained: PretrainedTokenizer | None, *, masked: bool) -> Specials:
     """Return the special tokens. Raises ValueError if a pretrained tokenizer lacks one that is needed."""
     if pretrained is None:
         return Specials(END, MASK if masked else None)
-    path = pretrained.name_or_path
-    end, mask = pretrained.eos_token or pretrained.sep_token, pretrained.mask_token
+    path, names = pretrained.path, pretrained.config
+    end, mask = names.get("eos_token") or names.get("sep_token"), names.get("mask_token")
     if end is None:
         raise ValueError(
             f"data.tokenizer.path={path} has neither an end token (eos_token) nor a sep_token, so nothing could mark "
@@ -96,7 +88,7 @@ def special_tokens(pretrained: PreTrainedTokenizerFast | None, *, masked: bool) 
 
 
 def text_encoding(
-    config: TokenizerConfig, pretrained: PreTrainedTokenizerFast | None, specials: Specials, *, continued: bool
+    config: TokenizerConfig, pretrained: PretrainedTokenizer | None, specials: Specials, *, continued: bool
 ) -> TextEncoding:
     """Return the rule by which text becomes tokens. `continued`: a pretrained model is trained further or evaluated.
 
@@ -114,48 +106,49 @@ def text_encoding(
     if rule == "template":
         special = written_by_template(pretrained)
     elif rule == "all":
-        special = special_tokens_of(pretrained.backend_tokenizer)
+        special = special_tokens_of(pretrained.tokenizer)
     return TextEncoding(rule=rule, special_tokens=special, bos=_bos(config, pretrained, continued=continued))
 
 
-def written_by_template(pretrained: PreTrainedTokenizerFast) -> tuple[str, ...]:
+def written_by_template(pretrained: PretrainedTokenizer) -> tuple[str, ...]:
     """Return the special tokens that the tokenizer's chat template writes; none if it has no template.
 
     Raises ValueError for a template that cannot be read.
     """
-    template = pretrained.chat_template
-    source = str((template.get("default") if isinstance(template, dict) else template) or "")
-    if not source:
+    if not pretrained.chat_template:
         return ()
-    special = special_tokens_of(pretrained.backend_tokenizer)
-    return ChatTemplate(source, pretrained.special_tokens_map).written(special)
+    special = special_tokens_of(pretrained.tokenizer)
+    try:
+        return BoundedTemplate(pretrained.chat_template, pretrained.names).written(special)
+    except ValueError as error:
+        raise ValueError(f"data.tokenizer.path={pretrained.path}: {error}") from None
 
 
-def _bos(config: TokenizerConfig, pretrained: PreTrainedTokenizerFast, *, continued: bool) -> tuple[str, ...]:
+def _bos(config: TokenizerConfig, pretrained: PretrainedTokenizer, *, continued: bool) -> tuple[str, ...]:
     """Return the tokens with which each document begins."""
     if config.bos == "no" or (config.bos == "auto" and not continued):
         return ()
-    before, _ = tokens_around(pretrained.backend_tokenizer)
+    before, _ = tokens_around(pretrained.tokenizer)
     if before or config.bos == "auto":
         return before
-    if pretrained.bos_token is None:
+    if not (bos := pretrained.config.get("bos_token")):
         raise ValueError(
             f"data.tokenizer.bos=yes: the tokenizer of {config.path} has no bos_token: set one in its "
             "tokenizer_config.json, or data.tokenizer.bos=no"
         )
-    return (pretrained.bos_token,)
+    return (bos,)
 
 
-def content_hash(pretrained: PreTrainedTokenizerFast | None) -> str:
+def content_hash(pretrained: PretrainedTokenizer | None) -> str:
     """Return the hash of a pretrained tokenizer, for the fingerprint; others depend on corpus and config only."""
-    return hashlib.sha256(pretrained.backend_tokenizer.to_str().encode()).hexdigest() if pretrained else ""
+    return hashlib.sha256(pretrained.tokenizer.to_str().encode()).hexdigest() if pretrained else ""
 
 
 def save_tokenizer(
     folder: Path,
     config: TokenizerConfig,
     *,
-    pretrained: PreTrainedTokenizerFast | None,
+    pretrained: PretrainedTokenizer | None,
     specials: Specials,
     encoding: TextEncoding,
     train_texts: Sequence[Iterable[str]],
@@ -171,9 +164,13 @@ def save_tokenizer(
         aside = folder / ".tokenizer.part"
         shutil.rmtree(aside, ignore_errors=True)
         if pretrained:
-            pretrained.save_pretrained(aside)
+            save(pretrained.tokenizer, pretrained.config, aside)
         else:
-            _write(_make(config, specials, train_texts=train_texts, all_texts=all_texts), specials, aside)
+            made = _make(config, specials, train_texts=train_texts, all_texts=all_texts)
+            names = dict.fromkeys(
+                ("bos_token", "eos_token", "pad_token"), specials.end
+            )  # it also starts texts and pads
+            save(made, names | ({"mask_token": specials.mask} if specials.mask else {}), aside)
         aside.rename(target)
     return _described(target / "tokenizer.json", config, specials, encoding)
 
@@ -257,20 +254,6 @@ def _characters(texts: Iterable[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
-
-
-def _write(tokenizer: Tokenizer, specials: Specials, folder: Path) -> None:
-    """Write the files without transformers, which takes 2 s to import. The end token also starts texts and pads."""
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": specials.end,
-        "eos_token": specials.end,
-        "pad_token": specials.end,
-        **({"mask_token": specials.mask} if specials.mask else {}),
-        "clean_up_tokenization_spaces": False,
-    }
-    write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True) + "\n")
 
 
 def _described(file: Path, config: TokenizerConfig, specials: Specials, encoding: TextEncoding) -> SavedTokenizer:

@@ -19,7 +19,9 @@ from tasks.evaluation.checks import check_tasks
 from tasks.hardware.machine import device_kind_of, usable_cores
 from tasks.launch import recovery
 from tasks.launch.local import LocalLauncher
+from tasks.planning.pretrained import generation
 from tasks.registry.models import ResolvedModel, resolve
+from tasks.store.model_folder import check_model_folder
 from tasks.workspace.paths import home, present, tracking_uri
 from training.config.data import DataConfig, TokenizerConfig
 from training.config.evaluation import EvaluationConfig
@@ -29,7 +31,7 @@ from training.config.parallel import Precision
 from training.config.run import ProfileConfig, RunConfig
 from training.config.serving import InferenceConfig
 from training.facts.families import masked_types
-from training.planner.model_shape import shape_of_hf
+from training.planner.model_shape import check_numbers, rows_cure, shape_of_hf
 from training.planner.reasons.checks import check_inference
 from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
@@ -70,6 +72,7 @@ def find_subject(what: str) -> Subject:
         return _last_checkpoint(what, run_dir.resolve())
     if (path / "config.json").exists():
         path = path.resolve()
+        check_model_folder(path)
         run_dir = path.parent.parent
         if (path / "manifest.json").exists() and (run_dir / "plan.json").exists():
             return _checkpoint(what, path, run_dir)
@@ -190,7 +193,9 @@ def _objective(subject: Subject) -> Any:
 
 
 def _settings(subject: Subject) -> dict[str, Any]:
-    return read_fields(subject.folder / "config.json")
+    settings = read_fields(subject.folder / "config.json")
+    check_numbers(settings)
+    return settings
 
 
 def planned(
@@ -226,6 +231,9 @@ def planned(
         end_id=shards.end_id,
         mask_id=shards.mask_id,
         text_encoding=subject.plan.text_encoding if subject.plan else shards.encoding,
+        more_ends=subject.plan.more_ends
+        if subject.plan
+        else generation(model.config.model, shards.end_id)["more_ends"],
         shape=model.shape,
         device_kind=device_kind,
         mesh=mesh,
@@ -276,8 +284,8 @@ def _stranger(subject: Subject, shards: TokenShards, *, device_kind: str) -> Tra
     vocab_size = int(settings["vocab_size"])
     if shards.vocab_size > vocab_size:
         raise ValueError(
-            f"{subject.what}: its tokenizer has {shards.vocab_size} tokens, the model {vocab_size}: they do not belong "
-            "together"
+            f"{subject.what}: its tokenizer has {shards.vocab_size:,} tokens, the embedding of the model "
+            f"{vocab_size:,} rows: {rows_cure(shards.vocab_size)}"
         )
     shape = shape_of_hf(settings, vocab_size=vocab_size)
     masked = _objective(subject) == "masked"

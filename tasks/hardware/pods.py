@@ -187,8 +187,8 @@ def run_pods(cluster: Cluster, group: PodGroup, *, wait_s: float, timeout_s: flo
     Raises HostsNotReady with the reasons of pods that do not start within `wait_s`.
     """
     held = ("sh", "-c", HOLD, f"{wait_s + timeout_s:.0f}", *group.command)
-    group, kind = replace(group, command=held), cluster.kind()
-    cluster.start(group, kind)
+    group = replace(group, command=held)
+    cluster.start(group)
     try:
         wait_until_started(cluster, group, wait_s=wait_s)
         outputs: dict[str, Output] = {}
@@ -241,7 +241,7 @@ class StartWait:
     """
 
     def __init__(self, cluster: Cluster, group: PodGroup) -> None:
-        self.cluster, self.group, self.kind = cluster, group, cluster.kind()
+        self.cluster, self.group = cluster, group
         self.pending: dict[str, str] = dict.fromkeys(group.hosts, "")
         self.unplaced: set[str] = set()
         self._since, self._told, self._was_suspended = time.monotonic(), "", False
@@ -253,7 +253,7 @@ class StartWait:
     def look(self) -> dict[str, str]:
         """Ask once; log a reason when it is new."""
         states = {state.host: state for state in self.cluster.pods(run=self.group.run, group=self.group.name)}
-        if not states and self.group.queue and self.cluster.is_suspended(self.group, self.kind):
+        if not states and self.group.queue and self.cluster.is_suspended(self.group):
             self._since = time.monotonic()
             self._tell(f"waiting in the queue {self.group.queue} (`kubectl get workloads` shows its place)")
             return self.pending
@@ -269,7 +269,7 @@ class StartWait:
 
     def _reason(self, state: PodState | None) -> str:
         if state is None:
-            return f"no pod was made of {self.kind} {self.group.name}: `kubectl describe {self.kind.lower()}` says why"
+            return f"no pod was made of Job {self.group.name}: `kubectl describe job` says why"
         return (
             state.waiting or f"its pod {state.name} is {'being started' if state.placed else 'waiting for a machine'}"
         )

@@ -25,7 +25,7 @@ class Engine(Protocol):
     concurrent: int  # requests that are decoded at the same time
     encoder: TextEncoder  # by the rule of the model's training
     tokenizer: Tokenizer  # the encoder's, which decodes
-    end_id: int  # the token that ends a document
+    end_ids: tuple[int, ...]  # the tokens that end a text; the first one ends documents
 
     @property
     def grammars(self) -> Grammars | None:

@@ -62,14 +62,14 @@ class Row(Iterator[int]):
                 raise StopIteration
             self._wake_ups.get()
 
-    def choose(self, logits: np.ndarray, *, end_id: int, context: int) -> bool:
+    def choose(self, logits: np.ndarray, *, end_ids: Sequence[int], context: int) -> bool:
         """Choose and append the next token; return whether the text needs another one."""
         try:
             token = self.chooser.choose(logits)
         except GrammarFailed as error:
             self._error = error
             return False
-        if token == end_id and self.sampling.stop_at_end:
+        if token in end_ids and self.sampling.stop_at_end:
             return False
         self._ids.append(token)
         self.seen.append(token)
@@ -212,7 +212,7 @@ class BatchedGenerator(TextGenerator):
         leaving, full = [], []
         for index, of_row in zip(indices, logits, strict=True):
             row = self._rows[index]
-            if row.cancelled or not row.choose(of_row, end_id=self.end_id, context=self.context):
+            if row.cancelled or not row.choose(of_row, end_ids=self.end_ids, context=self.context):
                 row.end()
                 leaving.append(index)
             elif not row.cached:

@@ -488,9 +488,9 @@ class TextGenerator:
 
     def __init__(self, export_dir: Path | str, *, precision: str = "fp32", threads: int = 0) -> None:
         folder = Path(export_dir)
-        self.context, self.end_id, self.encoder = open_export(folder)
+        self.context, self.end_ids, self.encoder = open_export(folder)
         self.tokenizer = self.encoder.tokenizer
-        self.grammars = Grammars(self.tokenizer, self.end_id)
+        self.grammars = Grammars(self.tokenizer, self.end_ids[0])
         self.session = open_graph(folder, precision=precision, threads=threads)
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> str:
@@ -530,7 +530,7 @@ class TextGenerator:
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the prompt's token IDs; for an empty prompt the end token, after which a new document starts."""
-        return self.encoder.encode(prompt) or [self.end_id]
+        return self.encoder.encode(prompt) or [self.end_ids[0]]
 
     def chooser(self, sampling: Sampling) -> TokenChooser:
         """Return a chooser for one text. Raises ValueError for tokens outside the vocabulary or an invalid grammar."""
@@ -544,7 +544,7 @@ class TextGenerator:
         for _ in range(sampling.new_tokens):
             logits = self._logits(cache, seen, read)
             token = chooser.choose(logits)
-            if token == self.end_id and sampling.stop_at_end:
+            if token in self.end_ids and sampling.stop_at_end:
                 return
             yield token
             read = len(seen)
@@ -566,8 +566,11 @@ def shortened(ids: list[int], context: int) -> list[int]:
     return ids[-max(1, context // 2) :]
 
 
-def open_export(folder: Path) -> tuple[int, int, TextEncoder]:
-    """Return context in tokens, end token and encoder. Raises ValueError for no export or a masked model."""
+def open_export(folder: Path) -> tuple[int, tuple[int, ...], TextEncoder]:
+    """Return context in tokens, the tokens that end a text, of which the first ends documents, and encoder.
+
+    Raises ValueError for no export or a masked model.
+    """
     if not (folder / "export.json").is_file():
         raise ValueError(
             f"{folder} has no export.json, so it is no exported model: "
@@ -587,7 +590,8 @@ def open_export(folder: Path) -> tuple[int, int, TextEncoder]:
             "`shardline resume RUN train.steps=MORE`",
             folder,
         )
-    return export["context"], export["end_id"], TextEncoder(folder, rule)
+    end_ids = tuple(dict.fromkeys((export["end_id"], *export.get("end_ids", ()))))
+    return export["context"], end_ids, TextEncoder(folder, rule)
 
 
 def choose_token(logits: np.ndarray, sampling: Sampling, *, random: np.random.Generator) -> int:

@@ -32,7 +32,7 @@ class TorchEngine:
 
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
-        self.context, self.end_id, self.encoder = open_export(folder)
+        self.context, self.end_ids, self.encoder = open_export(folder)
         self.tokenizer = self.encoder.tokenizer
         check_inference(folder, inference)
         self.plan = DecodePlan(
@@ -72,7 +72,7 @@ class TorchEngine:
         params = Sampling(**sampling)
         if not params.is_plain:
             raise ValueError(f"the torch engine has no log-probabilities, penalties, bias or grammar: {OTHER_ENGINE}")
-        prompt_ids = self.encoder.encode(prompt) or [self.end_id]
+        prompt_ids = self.encoder.encode(prompt) or [self.end_ids[0]]
         request = DecodeRequest(
             number=next(self.numbers),
             ids=tuple(prompt_ids[-self.context :]),
@@ -81,7 +81,7 @@ class TorchEngine:
             top_k=params.top_k,
             top_p=params.top_p,
             seed=params.seed,
-            stop_id=self.end_id if params.stop_at_end else None,
+            stop_ids=self.end_ids if params.stop_at_end else (),
         )
         ranks = self.ranks
         try:

@@ -35,9 +35,9 @@ class VllmEngine:
 
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
-        self.context, self.end_id, self.encoder = open_export(folder)
+        self.context, self.end_ids, self.encoder = open_export(folder)
         self.tokenizer = self.encoder.tokenizer
-        self.grammars = Grammars(self.tokenizer, self.end_id)
+        self.grammars = Grammars(self.tokenizer, self.end_ids[0])
         check_inference(folder, inference)
         self.vllm = VllmProcess(folder, inference, context=self.context)
 
@@ -55,7 +55,7 @@ class VllmEngine:
         """Start a text, like TextGenerator.stream; also raises EngineDied, in this call or during reading."""
         params = Sampling(**sampling)
         check_tokens(self.tokenizer, params.logit_bias)
-        prompt_ids = self.encoder.encode(prompt) or [self.end_id]
+        prompt_ids = self.encoder.encode(prompt) or [self.end_ids[0]]
         self._check(params, len(prompt_ids))
         new_ids = NewIds(self, prompt_ids, params)
         stream = TextStream(self.tokenizer, prompt_ids, new_ids, params)
@@ -88,7 +88,7 @@ class VllmEngine:
             )
         if not ids:
             return []
-        body = completion_request(ids, Sampling(new_tokens=0, temperature=0, logprobs=top), end_id=self.end_id)
+        body = completion_request(ids, Sampling(new_tokens=0, temperature=0, logprobs=top), end_ids=self.end_ids)
         content: Any = self.vllm.open(body | {"echo": True, "stream": False}).whole()
         return _scored(content["choices"][0], ids, top=top)
 
@@ -96,7 +96,9 @@ class VllmEngine:
         self.vllm.close()
 
 
-def completion_request(ids: Sequence[int], params: Sampling, *, end_id: int, made: int = 0) -> dict[str, Any]:
+def completion_request(
+    ids: Sequence[int], params: Sampling, *, end_ids: Sequence[int], made: int = 0
+) -> dict[str, Any]:
     """Return the body of a request to continue `ids`. `made`: the number of new tokens that were generated before.
 
     Stop texts are not sent: they may span several tokens, and only this process decodes tokens to text.
@@ -112,7 +114,7 @@ def completion_request(ids: Sequence[int], params: Sampling, *, end_id: int, mad
         "top_k": params.top_k,  # 0 means all tokens, in vLLM too
         "seed": (params.seed + made) % 2**63,
         "ignore_eos": not params.stop_at_end,
-        "stop_token_ids": [end_id] if params.stop_at_end else [],
+        "stop_token_ids": list(end_ids) if params.stop_at_end else [],
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
     }
@@ -153,7 +155,7 @@ class NewIds(Iterator[int]):
             self.close()
 
     def _open(self) -> Reply:
-        body = completion_request(self._seen, self.params, end_id=self.engine.end_id, made=self._made)
+        body = completion_request(self._seen, self.params, end_ids=self.engine.end_ids, made=self._made)
         body["max_tokens"] = min(body["max_tokens"], self.engine.context - len(self._seen))
         reply = self.engine.vllm.open(body)
         if self.params.grammar:
@@ -172,7 +174,7 @@ class NewIds(Iterator[int]):
                 if self.params.logprobs is not None:
                     self.logprobs += _scored(choice, ids, top=self.params.logprobs)
                 for token in ids:
-                    if token == self.engine.end_id and self.params.stop_at_end:
+                    if token in self.engine.end_ids and self.params.stop_at_end:
                         return
                     self._made += 1
                     self._seen.append(token)

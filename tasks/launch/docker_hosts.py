@@ -12,7 +12,8 @@ from itertools import count
 from pathlib import Path
 
 from infra import containers
-from infra.containers import Heartbeat, Job
+from infra.containers import Job
+from infra.heartbeat import Heartbeat
 from infra.hosts import DockerHost, HostClient, HostError, connect, on_each
 from infra.logs import LogFollower, last_lines
 from tasks.hardware.hosts import docker_hosts, memory_binds, read_hosts
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 KILLED = 137  # training/node/__main__.py's exit code; like DONE and STOPPED it needs no log
 LOG_S = 3.0  # time to read the last lines of a log
-HEARTBEAT = Heartbeat(path="/tmp/heartbeat", max_age_s=60, every_s=15)
+HEARTBEAT = Heartbeat(path="/tmp/heartbeat")
 
 
 def hosts_of(launch: LaunchConfig) -> tuple[DockerHost, ...]:

@@ -26,12 +26,12 @@ PORT_IN_USE = re.compile(r"Address already in use|EADDRINUSE", re.IGNORECASE)
 TIMED_OUT = re.compile(r"timed? ?out|collective operation timeout|watchdog (hang|got stuck)", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|CUDA (driver )?error: out of memory|Triton Error \[CUDA\]: out of memory|"
-    r"Cuda failure (\d+ )?'out of memory'|STATUS_\w*ALLOC\w*_FAILED|can't allocate memory|Cannot allocate memory|"
-    r"MemoryError|std::bad_alloc"
+    r"Cuda failure (\d+ )?'out of memory'|STATUS_\w{0,40}ALLOC\w{0,40}_FAILED|can't allocate memory|"
+    r"Cannot allocate memory|MemoryError|std::bad_alloc"
 )
 SHARED_MEMORY_FULL = re.compile(
-    r"(shared memory segment|failed to extend) /dev/shm/|/dev/shm\b.*No space left|out of shared memory|"
-    r"(shared memory\(shm\) for|write to) file </torch_.*No space left"
+    r"(shared memory segment|failed to extend) /dev/shm/|/dev/shm\b.{0,500}No space left|out of shared memory|"
+    r"(shared memory\(shm\) for|write to) file </torch_.{0,500}No space left"
 )
 GPU_FAULT = re.compile(
     r"unspecified launch failure|uncorrectable (ECC|NVLink) error|hardware stack error|GPU is lost|"

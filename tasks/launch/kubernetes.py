@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from infra.heartbeat import Heartbeat
 from infra.hosts import HostError
 from infra.kubernetes import KILL_GRACE_S, Cluster, ClusterError, PodLogFollower
-from infra.pods import Heartbeat, PodGroup, PodState, address
+from infra.pods import PodGroup, PodState, address
 from tasks.hardware.pods import GONE_S, INDEX, PodSlot, StartWait, cluster_of, pod_group, slots_of_cluster
 from tasks.launch.attempt import end_path
 from tasks.launch.failure import LAST_LINES, UNKNOWN, AttemptOutcome, NodeState
@@ -38,7 +39,7 @@ LOG_S = 3.0  # time to read the last lines of a log
 BEFORE_READY_S = 60.0  # from a pod's start to its first heartbeat
 END_S = 30.0  # time for the node program to end after its ranks
 SIGKILLED = 137
-HEARTBEAT = Heartbeat(path="/tmp/heartbeat", max_age_s=60, every_s=15)
+HEARTBEAT = Heartbeat(path="/tmp/heartbeat")
 
 
 class PodNode(Node):
@@ -207,9 +208,8 @@ class KubernetesLauncher:
     ) -> Mapping[str, HostError]:
         folder = next(iter(tasks.values())).parent
         try:
-            kind = self.cluster.kind()
             group = self._group(program, folder, tuple(tasks))
-            addresses = {name: address(group, number, kind) for number, name in enumerate(tasks)}
+            addresses = {name: address(group, number) for number, name in enumerate(tasks)}
             for number, (name, path) in enumerate(tasks.items()):
                 _write_task(path, number, addresses[name], master=next(iter(addresses.values())))
             watch = GroupWatch(self.cluster, group)
@@ -217,7 +217,7 @@ class KubernetesLauncher:
             for name, path in tasks.items():
                 watch.nodes[name] = PodNode(name, watch, end_path=end_path(path), log=self.log_path(name))
                 add(watch.nodes[name])
-            self.cluster.start(group, kind)
+            self.cluster.start(group)
             watch.start()
             return self._wait_until_started(watch)
         except ClusterError as error:

@@ -157,7 +157,7 @@ class Launcher(Protocol):
     """
 
     pid_for_nodes: int  # this process's PID if nodes run on this machine and end with it; otherwise 0
-    heartbeat: str  # a file that nodes touch each second, if something checks it; empty: none
+    heartbeat: str  # a file that nodes write each second, if something checks it; empty: none
     ranks_send_metrics: bool  # whether ranks send to MLflow themselves
 
     @property

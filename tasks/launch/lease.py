@@ -7,7 +7,10 @@ lease: they end by themselves as soon as they see the storage again (training/no
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +21,8 @@ logger = logging.getLogger(__name__)
 # Ranks check their lease each second, and are killed within 0.1 s once it is gone.
 FENCE_S = 3.0
 RENEWALS = 6  # more than once within lease_s, because a file server may be slow
+RENEW_EVERY_S = 2.0  # at most: for as long `shardline ps` on another machine waits to see the launcher's life
+WATCH_EVERY_S = 0.1
 
 
 def withdraw_leases(run_dir: Path, *, keep: Path | None = None) -> bool:
@@ -31,11 +36,34 @@ def withdraw_leases(run_dir: Path, *, keep: Path | None = None) -> bool:
     return bool(leases)
 
 
+def renewed_leases(patience_s: Mapping[Path, float]) -> set[Path]:
+    """Watch leases until each has changed, or its time is over; return those that changed.
+
+    Only a change that this process sees says that a launcher lives: the time of the file is by the storage's clock,
+    which may be another one than ours, and which may have been set since.
+    """
+    before, began, renewed = {lease: _content(lease) for lease in patience_s}, time.monotonic(), set[Path]()
+    while True:
+        waited_s = time.monotonic() - began
+        renewed |= {lease for lease in before if (now := _content(lease)) is not None and now != before[lease]}
+        if all(waited_s >= patience_s[lease] for lease in before if lease not in renewed):
+            return renewed
+        time.sleep(WATCH_EVERY_S)
+
+
+def _content(lease: Path) -> tuple[bytes, int] | None:
+    try:
+        with lease.open("rb") as file:  # opened each time, because NFS answers a stat from its cache
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return None
+
+
 class Lease:
     """A file that a thread renews until the context ends; then the lease is withdrawn."""
 
     def __init__(self, path: Path, *, lease_s: float) -> None:
-        self.path, self.every_s = path, lease_s / RENEWALS
+        self.path, self.every_s = path, min(RENEW_EVERY_S, lease_s / RENEWALS)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
+import math
 import socket
-import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -22,10 +21,11 @@ from infra.hosts import DockerHost, HostError, connect, on_each
 from infra.pods import PodState
 from tasks.hardware.hosts import docker_hosts, read_hosts
 from tasks.hardware.pods import cluster_of
+from tasks.launch.lease import renewed_leases
 from tasks.launch.slurm_allocation import FOLDER
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.paths import home, run_folder
-from tasks.workspace.processes import is_local, local_process
+from tasks.workspace.processes import is_local, local_process, pid_of
 from tasks.workspace.skip import skip_unreadable
 from training.config.credentials import RECORD
 from training.config.launch import LaunchConfig
@@ -101,9 +101,13 @@ AskedHost = DockerHost | Namespace | SlurmCluster
 
 
 def list_running(hosts: Sequence[AskedHost]) -> Listing:
-    """Return everything that runs on `hosts` and in this SHARDLINE_HOME, with ended containers, sorted by run."""
+    """Return everything that runs on `hosts` and in this SHARDLINE_HOME, with ended containers, sorted by run.
+
+    A launcher on another machine counts as alive, as it is not watched for as long as `reap` watches it.
+    """
     containers_by_host, silent = ask(hosts)
-    rows = [_row(host, each) for host, found in containers_by_host.items() for each in found]
+    renewed = watch_leases(containers_by_host.values(), at_most_s=ANSWER_S)
+    rows = [_row(host, each, renewed) for host, found in containers_by_host.items() for each in found]
     rows += _of_this_machine({row.run for row in rows})
     rows.sort(key=lambda row: (row.run, row.attempt, row.host))
     return Listing(running=tuple(rows), silent={name: str(error) for name, error in silent.items()})
@@ -164,10 +168,10 @@ def _job_as_container(job: slurm.Job) -> OnHost:
     return OnHost(found, state, job=job.id)
 
 
-def _row(host: str, each: OnHost) -> Running:
+def _row(host: str, each: OnHost, renewed: Collection[Path]) -> Running:
     found, state, run_dir = each.found, each.state, run_folder(each.found.run)
     task = run_dir / "attempts" / found.attempt / f"{found.host}.json"
-    looked_after, launcher = launcher_of(each)
+    looked_after, launcher = launcher_of(each, renewed, for_s=ANSWER_S)
     if each.job:
         return Running(
             run=found.run,
@@ -277,10 +281,27 @@ def launch_of(run_dir: Path) -> LaunchConfig:
 # The launcher
 
 
-def launcher_of(each: OnHost) -> tuple[bool, str]:
+def watch_leases(containers_by_host: Iterable[Sequence[OnHost]], *, at_most_s: float = math.inf) -> set[Path]:
+    """Return the leases that launchers on other machines renew: each is watched for its lease_s, or `at_most_s`."""
+    others = (each for found in containers_by_host for each in found if not is_local(each.found.launcher))
+    patience_s = {
+        lease: min(at_most_s, launch_of(run_folder(each.found.run)).lease_s)
+        for each in others
+        for lease in _leases(each)
+    }
+    return renewed_leases(patience_s)
+
+
+def _leases(each: OnHost) -> list[Path]:
+    pattern = f"{FOLDER}/lease" if each.job else f"*/{each.found.attempt or '-'}/lease"
+    return [*run_folder(each.found.run).glob(pattern)]
+
+
+def launcher_of(each: OnHost, renewed: Collection[Path], *, for_s: float = math.inf) -> tuple[bool, str]:
     """Return whether a launcher looks after the container, and a description of its place.
 
-    A launcher on this machine is known by its process, one elsewhere by its lease, if this SHARDLINE_HOME has it.
+    A launcher on this machine is known by its process. One elsewhere is known by its lease, if this SHARDLINE_HOME has
+    it: `renewed` has those that `watch_leases` saw change within `for_s`.
     """
     found, run_dir = each.found, run_folder(each.found.run)
     try:
@@ -288,29 +309,21 @@ def launcher_of(each: OnHost) -> tuple[bool, str]:
             return True, f"alive (pid {owner.pid})"
     except DamagedRecord as error:  # it may live
         return True, f"unknown ({error})"
-    machine, _, process = found.launcher.partition("/")
     if is_local(found.launcher):
-        pid = process.partition("/")[0]
+        pid = pid_of(found.launcher)
         return (True, f"alive (pid {pid})") if local_process(found.launcher) else (False, f"gone (was pid {pid})")
+    machine = found.launcher.partition("/")[0]
     if not run_dir.is_dir():
         return True, f"on {machine}, of another SHARDLINE_HOME"
     if not found.attempt.isdigit() and not each.job:
         young = _age_s(each.state.started_at) < PROBE_LIFETIME_S
         return young, f"on {machine}" if young else f"gone (was on {machine})"
-    leases = run_dir.glob(f"{FOLDER}/lease" if each.job else f"*/{found.attempt}/lease")
-    renewed_at = [lease.stat().st_mtime for lease in leases]
-    if not renewed_at:
-        return False, f"gone (was on {machine})"
-    silent_s, lease_s = _storage_time() - max(renewed_at), launch_of(run_dir).lease_s
-    return silent_s < lease_s, f"on {machine}, its lease is {silent_s:.0f} s old"
-
-
-def _storage_time() -> float:
-    """Return the time on the clock of SHARDLINE_HOME's storage, so that a lease's age is measured with one clock."""
-    with tempfile.NamedTemporaryFile(dir=home(), prefix=".clock-") as probe:
-        probe.write(b"\n")
-        probe.flush()
-        return os.stat(probe.name).st_mtime
+    leases, lease_s = _leases(each), launch_of(run_dir).lease_s
+    if any(lease in renewed for lease in leases):
+        return True, f"alive on {machine}"
+    if leases and for_s < lease_s:
+        return True, f"on {machine}, has not renewed its lease for {for_s:g} s: after {lease_s:g} s it counts as gone"
+    return False, f"gone (was on {machine})"
 
 
 def _age_s(docker_time: str) -> float:

@@ -11,7 +11,7 @@ import httpx
 import psutil
 
 from tasks.serving.server_record import ServerRecord, local_records
-from tasks.workspace.processes import is_alive, local_process
+from tasks.workspace.processes import is_alive, local_process, pid_of
 from tasks.workspace.wait import until
 from training.records.record import Record
 
@@ -47,7 +47,7 @@ def list_servers() -> tuple[RunningServer, ...]:
 
 
 def _row(record: ServerRecord) -> RunningServer:
-    pid, version, since = int(record.process.split("/")[1]), None, ""
+    pid, version, since = pid_of(record.process), None, ""
     if (process := local_process(record.process)) is None:
         status = "killed"
     else:

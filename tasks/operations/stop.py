@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,17 @@ from tasks.launch.kubernetes import remove_pods
 from tasks.launch.launcher import grace_s
 from tasks.launch.local import end_earlier_attempt
 from tasks.launch.slurm import end_job
-from tasks.operations.ps import AskedHost, Namespace, OnHost, SlurmCluster, ask, hosts_of_run, launcher_of, run_folders
+from tasks.operations.ps import (
+    AskedHost,
+    Namespace,
+    OnHost,
+    SlurmCluster,
+    ask,
+    hosts_of_run,
+    launcher_of,
+    run_folders,
+    watch_leases,
+)
 from tasks.runs.folder import read_plan, steps_done
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.locks import AlreadyOwned, is_owned, owned
@@ -132,9 +142,11 @@ def _stop_launcher(launcher: psutil.Process, run_dir: Path) -> None:
 def reap(hosts: Sequence[AskedHost], *, dry_run: bool = False) -> Reaped:
     """Remove containers, pods and jobs without a launcher; a run's launcher keeps all of its own.
 
-    Ranks that still work save a checkpoint, on all hosts at once. Raises HostError if a daemon answers and refuses.
+    The leases of launchers on other machines are watched first, until each is renewed or its lease_s is over. Ranks
+    that still work save a checkpoint, on all hosts at once. Raises HostError if a daemon answers and refuses.
     """
     containers_by_host, silent = ask(hosts)
+    renewed = watch_leases(containers_by_host.values())
     runs = sorted({each.found.run for found in containers_by_host.values() for each in found})
     removed: list[str] = []
     kept: dict[str, str] = {}
@@ -143,7 +155,7 @@ def reap(hosts: Sequence[AskedHost], *, dry_run: bool = False) -> Reaped:
             name: [each for each in found if each.found.run == run_id] for name, found in containers_by_host.items()
         }
         names = [f"{host}/{each.found.name}" for host, found in of_run.items() for each in found]
-        if keeper := _keeper(of_run):
+        if keeper := _keeper(of_run, renewed):
             kept |= dict.fromkeys(names, keeper)
         else:
             why = "" if dry_run else _reap_run([host for host in hosts if of_run.get(host.name)], run_id)
@@ -157,9 +169,9 @@ def reap(hosts: Sequence[AskedHost], *, dry_run: bool = False) -> Reaped:
     )
 
 
-def _keeper(of_run: dict[str, list[OnHost]]) -> str:
+def _keeper(of_run: dict[str, list[OnHost]], renewed: Collection[Path]) -> str:
     """Return a description of the launcher of a run's containers; empty if none lives."""
-    launchers = (launcher_of(each) for found in of_run.values() for each in found)
+    launchers = (launcher_of(each, renewed) for found in of_run.values() for each in found)
     return next((words for looked_after, words in launchers if looked_after), "")
 
 

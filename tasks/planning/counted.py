@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from training.node.host_check import count, counted_name, request_name
 from training.planner.model_shape import check_kind, shape_of_hf
 from training.records.model_state import saved_shapes
 from training.records.plan import ModelShape
-from training.records.record import DamagedRecord
+from training.records.record import DamagedRecord, read_fields
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +32,8 @@ FOLDER = "model-sizes"  # in SHARDLINE_HOME
 COUNTED_BY = (
     "models/sizes.py",
     "models/family.py",
+    "models/hidden_matrices.py",
+    "models/split_outputs.py",
     "models/hugging_face.py",
     "models/pretrained.py",
     "facts/model_config.py",
@@ -50,7 +51,7 @@ def counted_shape(config: RunConfig) -> ModelShape | None:
     if not config.model.path:
         return None
     file = config_file(config.model)
-    check_kind(config.model, str(json.loads(file.read_bytes()).get("model_type", "unknown")))
+    check_kind(config.model, str(read_fields(file).get("model_type", "unknown")))
     shape = _kept(config, file)
     if shape is None and importlib.util.find_spec("torch") is not None:
         shape = _keep(ModelShape.model_validate_json(count(file, config.objective)), _kept_at(config, file))
@@ -86,7 +87,7 @@ def _of_weights(shape: ModelShape | None, folder: Path, file: Path) -> ModelShap
     """Return the shape with the count of the folder's weights, or a note if they are not what the class has."""
     saved = saved_shapes(folder)
     if shape is None:
-        hf = json.loads(file.read_bytes())
+        hf = read_fields(file)
         if not hf.get("vocab_size"):
             raise ValueError(f"{file} has no vocab_size: add it, the number of the embedding's rows")
         shape = shape_of_hf(hf, vocab_size=int(hf["vocab_size"])).model_copy(update={"tied": is_tied(saved, hf)})

@@ -10,7 +10,7 @@ from typing import Any
 from tasks.planning.counted import counted_shape
 from tasks.planning.custom_program import replan_custom_program
 from tasks.planning.measured_runs import read_measurements
-from tasks.planning.pretrained import hf_config
+from tasks.planning.pretrained import generation, hf_config
 from tasks.planning.price import price_per_hour
 from tasks.planning.text import TextEstimate
 from tasks.runs.folder import earlier_plans, read_plan
@@ -80,7 +80,9 @@ def plan_run(
     price, why = price_per_hour(config.prices, inventory, _layout(plan))
     about_text = [shards.text_line(), *shards.ledger_lines()] if shards else text.lines() if text else ()
     priced = {"price_per_hour": price, "reasons": (*plan.reasons, *about_text, *([why] if why else []))}
-    return plan.model_copy(update={"local_copies": local_copies(config)} | priced)
+    return plan.model_copy(
+        update={"local_copies": local_copies(config)} | generation(config.model, plan.end_id) | priced
+    )
 
 
 def write_plan(

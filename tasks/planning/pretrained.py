@@ -14,10 +14,14 @@ from tasks.store.local_copy import local_copy
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
 from training.facts.model_config import read_settings
-from training.records.model_state import saved_shapes
+from training.planner.model_shape import check_numbers, rows_cure
+from training.records.model_state import saved_shapes, weight_map
 from training.records.record import read_fields, sha256_file
+from training.tokenizer.pretrained import open_pretrained
 
 logger = logging.getLogger(__name__)
+
+COMPARE_S = 600.0  # 5 s for most; for 100,000 tensors, with torch from a cold network disk, minutes
 
 
 def hf_config(model: ModelConfig) -> dict[str, Any] | None:
@@ -28,6 +32,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     if model.init == "pretrained":
         _check_files(Path(folder).expanduser())
     content: dict[str, Any] = dict(read_fields(path))
+    check_numbers(content)
     if model.init == "pretrained" and (quantized := content.get("quantization_config")):
         by = quantized.get("quant_method") if isinstance(quantized, dict) else repr(quantized)
         raise ValueError(
@@ -62,6 +67,25 @@ def config_file(model: ModelConfig) -> Path:
     return path
 
 
+def generation(model: ModelConfig, end_id: int) -> dict[str, Any]:
+    """Return the plan's fields on how a pretrained model makes text: generation_config.json, and what ends a text.
+
+    Raises ValueError for end tokens that are not IDs.
+    """
+    if model.init != "pretrained":
+        return {}
+    file = _file(model.path, "generation_config.json", field="model.path")
+    given = dict(read_fields(file)) if file else {}
+    named = given.get("eos_token_id", read_fields(config_file(model)).get("eos_token_id"))
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(end) is int and end >= 0 for end in ends):
+        raise ValueError(
+            f"model.path = {model.path}: eos_token_id of its {file.name if file else 'config.json'} is {named!r}, "
+            "which is neither the ID of a token nor a list of IDs: correct it"
+        )
+    return {"generation_config": given, "more_ends": tuple(dict.fromkeys(end for end in ends if end != end_id))}
+
+
 def check_weights(config: RunConfig) -> None:
     """Raise ValueError, with the names, if the tensors of a local model.path cannot be read or are not its class's.
 
@@ -79,7 +103,14 @@ def check_weights(config: RunConfig) -> None:
         logger.info("the ranks will compare the tensors of model.path = %s with its class: no torch is here", folder)
         return
     program = [sys.executable, "-m", "training.models.pretrained", str(folder.resolve()), config.objective]
-    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "PYTHONSAFEPATH": "1"})
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    try:
+        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=COMPARE_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"model.path = {folder}: its tensors were not compared with its class within {COMPARE_S:g} s: start again, "
+            "or take a model whose config.json and files are as save_pretrained leaves them"
+        ) from None
     for line in done.stdout.splitlines():
         logger.info("model.path: %s", line)
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -109,11 +140,7 @@ def _check_files(folder: Path) -> None:
             "save_pretrained(FOLDER), then give that folder"
         )
     for index in folder.glob("*.safetensors.index.json"):
-        named = set(read_fields(index).get("weight_map", {}).values())
-        if beyond := sorted(name for name in named if Path(name).name != name):
-            raise ValueError(
-                f"{index} refers to {beyond[0]}, outside its folder: a model's weights must lie beside its config"
-            )
+        weight_map(index)
 
 
 def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
@@ -121,7 +148,8 @@ def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
 
     `tokenizer`: the tokenizer.json of the token shards; None before there are shards: then only settings that cannot
     give that vocabulary are refused, so that no corpus is tokenized in vain. Vocabularies are compared, not files: the
-    same tokenizer saved by another version of transformers has other bytes.
+    same tokenizer saved by another version of transformers has other bytes, and what a tokenizer's other files add to
+    its tokenizer.json is in that of the shards.
     """
     if config.model.init != "pretrained":
         return
@@ -134,26 +162,33 @@ def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
                 path,
             )
         return
-    if tokenizer is None and wanted.kind == "pretrained":
-        tokenizer = _file(wanted.path, "tokenizer.json", field="data.tokenizer.path")
     cure = f"use the model's own: data.tokenizer.kind=pretrained data.tokenizer.path={path}"
-    if tokenizer is not None:
-        _check_vocabulary(tokenizer, theirs, path=path, cure=cure)
-    elif wanted.kind == "bpe" and wanted.bpe_size < (size := len(_vocabulary(theirs))):
+    if tokenizer is None and wanted.kind == "bpe" and wanted.bpe_size < (size := len(_vocabulary(theirs))):
         raise ValueError(
             f"model.path = {path} was trained with a tokenizer of {size:,} tokens, which no BPE of {wanted.bpe_size:,} "
             f"can be: {cure}"
         )
-
-
-def _check_vocabulary(ours: Path, theirs: Path, *, path: str, cure: str) -> None:
-    our_vocabulary, their_vocabulary = _vocabulary(ours), _vocabulary(theirs)
-    if our_vocabulary != their_vocabulary:
-        number, word = min((number, word) for word, number in our_vocabulary.items() ^ their_vocabulary.items())
+    if tokenizer is None and wanted.kind != "pretrained":
+        return
+    ours = _vocabulary(tokenizer) if tokenizer else _whole_vocabulary(wanted.path, field="data.tokenizer.path")
+    is_own = wanted.kind == "pretrained" and wanted.path == path
+    if not is_own and ours != _vocabulary(theirs):
+        _check_same(ours, _whole_vocabulary(path, field="model.path"), path=path, cure=cure)
+    file, size = _file(path, "config.json", field="model.path"), max(ours.values()) + 1
+    rows = read_fields(file).get("vocab_size") if file else None
+    if rows and (beyond := [f"{word!r} ({number:,})" for word, number in ours.items() if number >= rows]):
         raise ValueError(
-            f"the corpus's tokenizer has {len(our_vocabulary):,} tokens (sha256 {sha256_file(ours)[:12]}), the one "
-            f"that model.path = {path} was trained with {len(their_vocabulary):,} (sha256 {sha256_file(theirs)[:12]}); "
-            f"they differ from token {number}, {word!r}, on: {cure}"
+            f"the tokenizer has {size:,} tokens, the embedding of model.path = {path} {rows:,} rows (vocab_size of its "
+            f"config.json); without a row: {', '.join(beyond[:4])}{' …' * (len(beyond) > 4)}: {rows_cure(size)}"
+        )
+
+
+def _check_same(ours: dict[str, int], theirs: dict[str, int], *, path: str, cure: str) -> None:
+    if ours != theirs:
+        number, word = min((number, word) for word, number in ours.items() ^ theirs.items())
+        raise ValueError(
+            f"the corpus's tokenizer has {len(ours):,} tokens, the one that model.path = {path} was trained with "
+            f"{len(theirs):,}; they differ from token {number}, {word!r}, on: {cure}"
         )
 
 
@@ -163,9 +198,15 @@ def same_vocabulary(one: Path, other: Path) -> bool:
 
 
 def _vocabulary(file: Path) -> dict[str, int]:
-    from tokenizers import Tokenizer
+    from training.tokenizer.text_encoder import open_tokenizer
 
-    words: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    words: dict[str, int] = open_tokenizer(file, None).get_vocab(with_added_tokens=True)
+    return words
+
+
+def _whole_vocabulary(path: str, *, field: str) -> dict[str, int]:
+    """Return the vocabulary of a stranger's tokenizer, with what its other files add to tokenizer.json."""
+    words: dict[str, int] = open_pretrained(local_copy(path, field=field), says=False).tokenizer.get_vocab()
     return words
 
 

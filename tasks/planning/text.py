@@ -32,6 +32,8 @@ class TextEstimate:
         """Yield sentences for the plan."""
         for part, name in enumerate(self.shards.parts or (self.name,)):
             yield self._size(part, name)
+        if not self.is_counted:
+            yield from (f"text: {hint}" for hint in self.shards.split_hints())
         read = "" if self.is_counted else "in the part that was read, "
         yield from self.sample.ledger_lines(read=read, read_bytes=round(self.read_bytes))
 

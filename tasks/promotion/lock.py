@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import ConfigDict, Field
 
 from tasks.registry.tags import TAG
-from tasks.workspace.processes import is_local, local_process, process_key
+from tasks.workspace.processes import has_ended, process_key
 from training.records.record import Record
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class LivenessTracker:
         return {key: tag for key, tag in found.items() if not self._is_dead(key, tags[key], tag)}
 
     def _is_dead(self, key: str, value: str, tag: LockTag) -> bool:
-        if is_local(tag.process) and local_process(tag.process) is None:
+        if has_ended(tag.process):
             return True
         known, since = self._seen.get(key, ("", 0.0))
         if known != value:

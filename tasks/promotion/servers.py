@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tasks.registry.models import parse_ref
 from tasks.registry.tags import CHAMPION
 from tasks.serving.server_record import local_records
-from tasks.workspace.processes import local_process
+from tasks.workspace.processes import has_ended
 from training.config.promotion import RolloutConfig
 
 logger = logging.getLogger(__name__)
@@ -61,11 +60,7 @@ class Server:
         """Whether its process is gone but its descriptor is not: a server that ends regularly removes it."""
         if self.descriptor is None or not self.descriptor.exists():
             return False
-        try:
-            process = local_process(self.process)
-            return process is None or process.status() == psutil.STATUS_ZOMBIE  # its parent has not reaped it yet
-        except psutil.NoSuchProcess:
-            return True
+        return has_ended(self.process)
 
     @property
     def ended(self) -> bool:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.display.progress import time_progress
 from tasks.registry.tags import CHAMPION, GATE, REPLACES, TAG
+from tasks.store.model_folder import check_model_folder
 from tasks.tracking.client import registry_client, run_or_none
 from tasks.workspace.paths import local_path
+from training.facts.placed import place
 from training.records.model_state import check_export
 from training.records.plan import RunPlan
 from training.records.record import sha256_config, sha256_file
@@ -120,6 +122,7 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
     folder = _cached_folder(version, tracking_uri=tracking_uri, cache_dir=cache_dir) / "artifacts"
     if not (folder / "export" / "export.json").is_file():
         raise ValueError(f"{ref} (version {version.version}) {_why_no_files(version, folder / 'export')}")
+    check_model_folder(folder / "export")
     check_export(folder / "export", _check_files(folder / "export", ref))
     aliases = tuple(
         alias for alias, number in aliases_of(client, version.name).items() if number == int(version.version)
@@ -151,7 +154,7 @@ def _check_files(folder: Path, ref: str) -> ExportedModel:
         progress.begin(f"checking the files of {ref}", total=len(files), unit="files")
         for name, expected in files.items():
             path = folder / name
-            if path.parent != folder or not path.is_file() or sha256_file(path) != expected:
+            if not path.is_file() or sha256_file(path) != expected:
                 raise ValueError(
                     f"{ref}: {path} is missing, or not the file that was registered (its sha256 differs from "
                     "export.json's): restore it from a backup, or register the run again"
@@ -180,7 +183,7 @@ def _cached_folder(version: ModelVersion, *, tracking_uri: str, cache_dir: Path 
         return local_folder(version, tracking_uri=tracking_uri)
     # The source's hash keeps versions of different registries apart.
     source = hashlib.sha256(version.source.encode()).hexdigest()
-    target = cache_dir / f"{version.name}-{version.version}-{source[:12]}"
+    (target,) = place(cache_dir, [f"{version.name}-{version.version}-{source[:12]}"], source=tracking_uri)
     if not target.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:

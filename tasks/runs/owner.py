@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import psutil
@@ -63,22 +62,6 @@ def owner_process(run_dir: Path) -> psutil.Process | None:
 def ranks_launcher(run_dir: Path) -> psutil.Process | None:
     path = run_dir / "gang.json"
     return local_process(RanksLauncher.read(path).launcher) if path.exists() else None
-
-
-def ranks_may_work(run_dir: Path) -> bool:
-    """Whether ranks may still write rows after their launcher was killed: processes here, or containers elsewhere.
-
-    Containers end once their lease has not been renewed for lease_s; they then have grace_s for a last checkpoint.
-    """
-    return ranks_launcher(run_dir) is not None or any(
-        lease_age_s(lease) < max((task.lease_s + task.grace_s for task in tasks_of(lease.parent)), default=0.0)
-        for lease in run_dir.glob("*/*/lease")
-    )
-
-
-def lease_age_s(lease: Path) -> float:
-    """Return the seconds since the lease was renewed; hosts' clocks may differ by some seconds."""
-    return time.time() - lease.stat().st_mtime
 
 
 def tasks_of(attempt: Path) -> list[NodeTask]:

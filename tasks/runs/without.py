@@ -9,7 +9,7 @@ from pathlib import Path
 
 from training.records.checkpoint import CHECKPOINT_MANIFEST, KEEP, CheckpointManifest, finished_checkpoints
 from training.records.left_out import leave_out, read_left_out
-from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord
+from training.records.memory_checkpoint import MEMORY_RECORD, memory_record
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ def resume_without(run_dir: Path, steps: set[int], *, force: bool) -> None:
         )
     left, new = [folder for folder in whole if folder not in trained_on], steps - read_left_out(run_dir).steps.keys()
     memory = run_dir / MEMORY_RECORD
-    in_memory = bool(new) and memory.exists() and MemoryRecord.read(memory).step >= min(new)
+    copy = memory_record(run_dir)
+    in_memory = bool(new) and copy is not None and copy.step >= min(new)
     if (trained_on or in_memory) and not left and not force:
         raise ValueError(
             f"no checkpoint from before step {min(steps)} is left, so the run would begin again at step 0: add --force "

@@ -16,8 +16,9 @@ from tokenizers import Tokenizer
 from tasks.inference.engine import Engine
 from tasks.inference.open_engine import open_engine
 from tasks.registry.models import example_prompt, find_version, parse_ref, replaced_by, resolve
-from tasks.serving.bounded_process import BoundedGrammars, BoundedTemplate
+from tasks.serving.bounded_grammars import BoundedGrammars
 from tasks.tracking.client import registry_client
+from tasks.workspace.bounded_process import BoundedTemplate
 from tasks.workspace.locks import Locked, exclusive
 from training.config.serving import InferenceConfig
 from training.tracking.redaction import without_credentials

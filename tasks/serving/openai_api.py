@@ -140,7 +140,7 @@ def chat_prompt(served: ServedVersion, messages: Sequence[Message], text: TextSe
             asked = [each | {"role": "system"} if each["role"] == DEVELOPER else each for each in asked]
         rendered, guard = template.render_guarded(asked, encoder.special_pattern)
         text.check_prompt(rendered.replace(guard, ""))
-        return encoder.encode_chat(rendered, guard=guard) or [served.engine.end_id]
+        return encoder.encode_chat(rendered, guard=guard) or [served.engine.end_ids[0]]
     except LookupError as error:
         raise Refused(404, f"{served.name} version {served.version} cannot chat: {error}") from None
 

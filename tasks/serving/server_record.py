@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tasks.workspace.paths import home
-from tasks.workspace.processes import is_local
+from tasks.workspace.processes import is_local, local_process
 from tasks.workspace.skip import skip_unreadable
 from training.records.record import Record
 
@@ -42,6 +42,7 @@ def local_records() -> list[tuple[Path, ServerRecord]]:
     found = []
     for path in sorted((home() / "servers").glob("*.json")):
         with skip_unreadable("a server is left out"):
-            if is_local((record := ServerRecord.read(path)).process):
+            record = ServerRecord.read(path)
+            if is_local(record.process) or local_process(record.process):
                 found.append((path, record))
     return found

@@ -86,5 +86,5 @@ def _begin_and_end(engine: Engine) -> dict[str, list[int]]:
 
     lm-evaluation-harness asks for these IDs by sending the names that /tokenizer_info gives as prompts of /tokenize.
     """
-    ids = [engine.encoder.bos_ids[-1] if engine.encoder.bos_ids else engine.end_id, engine.end_id]
+    ids = [engine.encoder.bos_ids[-1] if engine.encoder.bos_ids else engine.end_ids[0], engine.end_ids[0]]
     return {str(engine.tokenizer.id_to_token(token)): [token] for token in ids}

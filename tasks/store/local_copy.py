@@ -8,33 +8,27 @@ import re
 import shutil
 from pathlib import Path
 
-from tasks.store.transfer import download_all
+from tasks.store.model_folder import check_model_folder
+from tasks.store.transfer import download_all, listing
 from tasks.workspace.locks import exclusive
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
-from training.store.urls import check_url, filesystem, is_url, store_errors
+from training.store.urls import check_url, is_url
 
 logger = logging.getLogger(__name__)
-
-DONE = ".copied"
 
 
 def local_copy(path: str, *, field: str) -> str:
     """Return `path`, or for a URL the folder that has its complete copy.
 
     The copy is named by the sizes and the store's own hashes of the files, so another content is another copy. Raises
-    ValueError, with the cure, if there is no such folder, or if the store refuses or does not answer.
+    ValueError, with the cure, if there is no such folder, if the store refuses or does not answer, or if the folder has
+    files that no library should open.
     """
-    if not is_url(path):
-        return path
-    check_url(path, field=field)
-    try:
-        return str(_copied(path.rstrip("/"), field=field))
-    except OSError as error:
-        raise ValueError(
-            f"{field} = {path} cannot be read ({type(error).__name__}: {error}): check the URL, the credentials that "
-            "the store's library finds, and the network"
-        ) from error
+    folder = _copied(path.rstrip("/"), field=field) if is_url(path) else Path(path).expanduser()
+    if path and folder.is_dir():
+        check_model_folder(folder)
+    return str(folder) if is_url(path) else path
 
 
 def local_copies(config: RunConfig) -> dict[str, str]:
@@ -44,11 +38,18 @@ def local_copies(config: RunConfig) -> dict[str, str]:
 
 
 def _copied(url: str, *, field: str) -> Path:
-    with store_errors(url):
-        store = filesystem(url)
-        store.invalidate_cache()
-        place = store._strip_protocol(url)
-        found = {name: info for name, info in store.find(url, detail=True).items() if info.get("type") != "directory"}
+    check_url(url, field=field)
+    try:
+        return _copy(url, field=field)
+    except OSError as error:
+        raise ValueError(
+            f"{field} = {url} cannot be read ({type(error).__name__}: {error}): check the URL, the credentials that "
+            "the store's library finds, and the network"
+        ) from error
+
+
+def _copy(url: str, *, field: str) -> Path:
+    found = listing(url)
     if not found:
         raise ValueError(f"{field} = {url}: there is no folder with files at this URL: correct it")
     content = sorted(
@@ -59,17 +60,14 @@ def _copied(url: str, *, field: str) -> Path:
     with exclusive(
         folder.with_name(f".{folder.name}.lock"), on_wait=lambda: logger.info("waiting for a copy of %s", url)
     ):
-        if not (folder / DONE).exists():
+        if not folder.exists():
             logger.info("copying %s to %s", url, folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            names = [(name, name.removeprefix(place).lstrip("/") or Path(name).name) for name in found]
-            download_all(
-                ((store.unstrip_protocol(name), folder / short) for name, short in names),
-                title=f"copying {url}",
-                num_bytes=sum(int(info.get("size") or 0) for info in found.values()),
-            )
-            for name, short in names:
-                if (size := (folder / short).stat().st_size) != found[name].get("size", size):
-                    raise OSError(f"{short} came with {size:,} bytes instead of {found[name]['size']:,}")
-            (folder / DONE).touch()
+            aside = folder.with_name(f".{folder.name}.part")
+            shutil.rmtree(aside, ignore_errors=True)
+            num_bytes = sum(int(info.get("size") or 0) for info in found.values())
+            download_all(url, found, aside, title=f"copying {url}", num_bytes=num_bytes)
+            for name, info in found.items():
+                if (size := (aside / name).stat().st_size) != (info.get("size") or size):
+                    raise OSError(f"{name} came with {size:,} bytes instead of {info['size']:,}")
+            aside.rename(folder)
     return folder

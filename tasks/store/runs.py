@@ -20,6 +20,7 @@ from training.records.checkpoint import (
     finished_checkpoints,
     kept_steps,
 )
+from training.records.record import DamagedRecord
 from training.store.urls import check_url, is_url
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ OF_THIS_MACHINE = frozenset(
     {"owner.json", "gang.json", "ending.json", "metrics.sent.json", "outcome.json", "parity.json"}
 )
 RESULTS = ("result.json", "eval.json")  # these files name a checkpoint, which is copied before them
-RECORDS = ("*.json", "*.jsonl")
+RECORDS = (".json", ".jsonl")  # suffixes
 
 
 def run_url(store: StoreConfig, run_id: str) -> str:
@@ -83,15 +84,19 @@ class RunOnStore:
 
     def send_records(self, *, results: bool = False) -> None:
         """Copy the run's small files; those that name a checkpoint only with `results`."""
-        records = {path.name: path for pattern in RECORDS for path in self.run_dir.glob(pattern)}
+        records = {path.name: path for path in self.run_dir.iterdir() if _is_record(path.name)}
         left_out = OF_THIS_MACHINE if results else OF_THIS_MACHINE | set(RESULTS)
         upload_all((path, f"{self.url}/{name}") for name, path in records.items() if name not in left_out)
         delete(f"{self.url}/{name}" for name in RESULTS if name not in records)  # from before a longer training
 
     def prune(self, config: RunConfig) -> None:
         """Delete the checkpoints that no rule keeps, and incomplete ones of killed uploads."""
-        there = self.steps()
-        whole = [self._manifest(step) for step in there]
+        there, whole = self.steps(), list[CheckpointManifest]()
+        for step in there:
+            try:
+                whole.append(self._manifest(step))
+            except DamagedRecord as error:
+                logger.warning("the checkpoint counts as incomplete: %s", error.problem)
         if not whole:
             return
         kept, oldest = kept_steps(whole, config), whole[-config.checkpoint.keep_last :][0].step
@@ -130,7 +135,9 @@ class RunOnStore:
             try:
                 files = self._manifest(step).files
                 download_all(
-                    ((f"{url}/{name}", partial / name) for name in [*files, CHECKPOINT_MANIFEST]),
+                    url,
+                    [*files, CHECKPOINT_MANIFEST],
+                    partial,
                     title=f"downloading the checkpoint of step {step}",
                     num_bytes=sum(file.size_bytes for file in files.values()),
                 )
@@ -149,17 +156,21 @@ class RunOnStore:
 
     def fetch_records(self) -> None:
         """Fetch the run's small files. Raises ValueError if there is no such run."""
-        names = [name for name in sizes(self.url) if "/" not in name]
+        names = {name for name in sizes(self.url) if _is_record(name)} - OF_THIS_MACHINE
         if "run.json" not in names:
             raise ValueError(f"there is no run at {self.url}: it has no run.json; correct the URL")
-        download_all((f"{self.url}/{name}", self.run_dir / name) for name in sorted(names) if name != "run.json")
-        download_all([(f"{self.url}/run.json", self.run_dir / "run.json")])
+        download_all(self.url, sorted(names - {"run.json"}), self.run_dir)
+        download_all(self.url, ["run.json"], self.run_dir)
 
     def _manifest(self, step: int) -> CheckpointManifest:
         if step not in self._manifests:
-            content = read_bytes(f"{self.url}/checkpoints/{step:08d}/{CHECKPOINT_MANIFEST}")
-            self._manifests[step] = CheckpointManifest.model_validate_json(content)
+            url = f"{self.url}/checkpoints/{step:08d}/{CHECKPOINT_MANIFEST}"
+            self._manifests[step] = CheckpointManifest.parse(read_bytes(url), where=url)
         return self._manifests[step]
+
+
+def _is_record(name: str) -> bool:
+    return "/" not in name and name.endswith(RECORDS)
 
 
 def fetch_run(url: str) -> str:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.store.transfer import download_all, sizes, upload, upload_all, write_bytes
+from tasks.store.transfer import download_all, read_bytes, sizes, upload, upload_all, write_bytes
 from training.config.store import StoreConfig
 from training.records.token_shards import TokenShards
 from training.shards.format import LIBRARY, MANIFEST
@@ -32,9 +32,9 @@ def find_shards(store: StoreConfig, folder: Path) -> bool:
     if MANIFEST not in there:
         return False
     few = [name for name in there if name.startswith("tokenizer/") or name == LIBRARY]
-    download_all([(f"{url}/{name}", folder / name) for name in few])
-    download_all([(f"{url}/{MANIFEST}", folder / MANIFEST)])
-    manifest = TokenShards.read(folder / MANIFEST)
+    manifest = TokenShards.parse(read_bytes(f"{url}/{MANIFEST}"), where=f"{url}/{MANIFEST}")
+    download_all(url, few, folder)
+    download_all(url, [MANIFEST], folder)
     if not manifest.parts:
         cache = folder.parent / BLOCKS / folder.name
         RemoteShards(url=url, cache=str(cache), cache_gib=store.cache_gib).write(folder / REMOTE)

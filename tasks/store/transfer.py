@@ -1,6 +1,6 @@
 """Copies files to and from an object store, each completely or not at all if the store can do that.
 
-All raise OSError.
+All raise OSError; what lists or downloads files raises ValueError for a name that leads out of its folder.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from fsspec.callbacks import Callback
 
-from training.store.urls import filesystem, store_errors
+from training.facts.placed import MOST_PARTS, place
+from training.store.urls import filesystem, is_web, store_errors
 from training.tracking.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -88,33 +90,45 @@ def download(url: str, path: Path, progress: Progress | None = None) -> None:
         aside.unlink(missing_ok=True)
 
 
-def download_all(files: Iterable[tuple[str, Path]], *, title: str = "", num_bytes: int = 0) -> None:
-    """Copy (URL, path) pairs, several at once.
+def download_all(url: str, names: Iterable[str], folder: Path, *, title: str = "", num_bytes: int = 0) -> None:
+    """Copy the files of these names below a URL to the same names below a folder, several at once.
 
-    With a `title`, copies that take longer than 15 s log their progress; `num_bytes`: of all files, 0: unknown.
+    With a `title`, copies that take longer than 15 s log their progress; `num_bytes`: of all files, 0: unknown. Raises
+    ValueError before anything is written if a name leads out of the folder.
     """
+    names = list(names)
+    pairs = [(f"{url}/{name}", path) for name, path in zip(names, place(folder, names, source=url), strict=True)]
     with _progress(title) as progress, ThreadPoolExecutor(THREADS) as pool:
         progress.begin(title, total=num_bytes / MB, unit="MB")
-        for future in [pool.submit(download, url, path, progress) for url, path in files]:
+        for future in [pool.submit(download, source, path, progress) for source, path in pairs]:
             future.result()
+
+
+def listing(url: str) -> dict[str, dict[str, Any]]:
+    """Return relative name -> what the store knows of each file below a URL; empty if there is none.
+
+    Names are the store's own: they may lead anywhere.
+    """
+    root = url.rstrip("/")
+    deepest = {"maxdepth": MOST_PARTS + 1} if is_web(root) else {}  # a page may list itself below itself
+    with store_errors(url):
+        store = filesystem(url)
+        store.invalidate_cache()
+        top = store._strip_protocol(root)
+        try:
+            found = store.find(root, detail=True, **deepest)
+        except FileNotFoundError:
+            return {}
+    return {
+        path.removeprefix(f"{top}/"): info
+        for path, info in found.items()
+        if info.get("type") != "directory" and path != top
+    }
 
 
 def sizes(url: str) -> dict[str, int]:
     """Return relative name -> bytes of each file below a URL; empty if there is none."""
-    root = url.rstrip("/")
-    with store_errors(url):
-        store = filesystem(url)
-        store.invalidate_cache()
-        place = store._strip_protocol(root)
-        try:
-            found = store.find(root, detail=True)
-        except FileNotFoundError:
-            return {}
-    return {
-        path.removeprefix(place).lstrip("/"): int(info["size"])
-        for path, info in found.items()
-        if info.get("type") != "directory" and path != place
-    }
+    return {name: int(info.get("size") or 0) for name, info in listing(url).items()}
 
 
 def delete(urls: Iterable[str]) -> None:

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from tasks.tracking.database import cure_of, make_database
-from tasks.workspace.paths import command, embedded_artifacts, home, tracking_uri
+from tasks.workspace.paths import (
+    MLFLOW_PASSWORD,
+    MLFLOW_USER,
+    command,
+    embedded_artifacts,
+    home,
+    mlflow_credentials,
+    password_file,
+    tracking_uri,
+    up_url,
+)
 from tasks.workspace.wait import until
 from training.config.credentials import without_url_credentials
 from training.tracking.redaction import without_credentials
@@ -129,9 +139,18 @@ def check_artifacts(client: MlflowClient, experiment_id: str) -> None:
     )
 
 
+def mlflow_variables(uri: str) -> str:
+    """Return assignments for a shell, by which programs find an MLflow, with the password of `shardline up`'s."""
+    named = f"MLFLOW_TRACKING_URI={quote(without_url_credentials(uri))}"
+    if uri != up_url("mlflow") or not (known := mlflow_credentials()):
+        return named
+    password = f"$(cut -d: -f2 {quote(str(password_file('mlflow')))})"
+    return f"{named} {MLFLOW_USER}={known[MLFLOW_USER]} {MLFLOW_PASSWORD}={password}"
+
+
 def mlflow_command(words: str) -> str:
     """Return a line for a shell: the mlflow command on the server or database of this process."""
-    return f"MLFLOW_TRACKING_URI={quote(without_url_credentials(tracking_uri()))} {command('mlflow')} {words}"
+    return f"{mlflow_variables(tracking_uri())} {command('mlflow')} {words}"
 
 
 def mlflow_gc_command(run_ids: Iterable[str]) -> str:

@@ -77,6 +77,8 @@ def _is_there(file: Path) -> bool:
 def cure_of(uri: str, why: str) -> str:
     """Return what to do about a store that cannot be used. `why`: its error."""
     file = database_file(uri)
+    if "error code 401" in why:
+        return "it asks for a user and a password: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
     if file is None:
         return "start it, or unset MLFLOW_TRACKING_URI"
     if "is locked" in why:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tasks.runs.history import note_end
-from tasks.runs.owner import end_orphans, owner_record, ranks_may_work
+from tasks.runs.owner import end_orphans, owner_record
 from tasks.tracking.client import registry_client
 from tasks.workspace.locks import AlreadyOwned, owned
 from tasks.workspace.paths import home, tracking_uri
@@ -20,7 +20,7 @@ from tasks.workspace.processes import local_process
 from tasks.workspace.skip import skip_unreadable
 from tasks.workspace.wait import until
 from training.records.record import Record, read_fields
-from training.tracking.mlflow_sender import Sender
+from training.tracking.mlflow_sender import Sender, has_unsent_rows
 from training.tracking.redaction import plain, without_credentials
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def reconcile_mlflow() -> list[EndedRun]:
 def _ended(client: MlflowClient, path: Path) -> list[EndedRun]:
     """Report a run's end to MLflow; return it if Prefect may not know it. Raises AlreadyOwned for one that runs."""
     before = _read(path.parent)
-    if before is not None and before.mlflow_knows and before.prefect_knows:
+    if before is not None and before.mlflow_knows and before.prefect_knows and not has_unsent_rows(path.parent):
         return []
     with owned(path.parent):
         ending = _settled(client, path.parent, read_fields(path)["mlflow_run_id"])
@@ -158,7 +158,7 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatu
     from mlflow.exceptions import MlflowException
 
     ending, owner = _read(folder), owner_record(folder)
-    if ending is None or not ending.mlflow_knows:
+    if ending is None or not ending.mlflow_knows or has_unsent_rows(folder):
         try:
             status = client.get_run(mlflow_run_id).info.status
         except MlflowException as error:
@@ -174,9 +174,9 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatu
                 ending = KILLED
                 note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
             _report(client, folder, mlflow_run_id, ending)
-            _log(folder.name, ending)
-            # Ranks that live may still write rows; the next call sends them.
-            ending = ending.model_copy(update={"mlflow_knows": not ranks_may_work(folder)})
+            if not ending.mlflow_knows:
+                _log(folder.name, ending)
+            ending = ending.model_copy(update={"mlflow_knows": True})
     if owner is None or not owner.flow_run:
         ending = ending.model_copy(update={"prefect_knows": True})
     ending.write(folder / ENDING)

@@ -15,6 +15,7 @@ from training.config.credentials import without_url_credentials
 from training.records.record import read_fields
 from training.tracking.redaction import credentials_apart
 
+MLFLOW_USER, MLFLOW_PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
 UP_FILE = "up.json"  # in SHARDLINE_HOME: service -> {url, process}, by flows/servers/local.py
 
 
@@ -55,8 +56,33 @@ def local_path(uri: str) -> Path | None:
 
 
 def tracking_uri() -> str:
-    """Return MLFLOW_TRACKING_URI if set, or the server of `shardline up`, or a sqlite file in SHARDLINE_HOME."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or up_url("mlflow") or f"sqlite:///{home()}/mlflow.db"
+    """Return MLFLOW_TRACKING_URI if set, or the server of `shardline up`, or a sqlite file in SHARDLINE_HOME.
+
+    For the server of `up`, its user and password go into this process's environment, where MLflow's clients and the
+    programs that are started from here find them. A user that MLFLOW_TRACKING_USERNAME names beside the address stays.
+    """
+    named, of_up = os.environ.get("MLFLOW_TRACKING_URI", ""), up_url("mlflow")
+    if of_up and (not named or (named == of_up and MLFLOW_USER not in os.environ)):
+        os.environ |= mlflow_credentials()
+    return named or of_up or f"sqlite:///{home()}/mlflow.db"
+
+
+def mlflow_credentials() -> dict[str, str]:
+    """Return the variables by which clients of the MLflow server of `shardline up` sign in; empty before its first
+    start."""
+    user, _, password = password_of_up("mlflow").partition(":")
+    return {MLFLOW_USER: user, MLFLOW_PASSWORD: password} if password else {}
+
+
+def password_file(service: str) -> Path:
+    """Return the file with what a server of `shardline up` asks for, `user:PASSWORD`, of mode 0600."""
+    return home() / "up" / f"{service}_auth"
+
+
+def password_of_up(service: str) -> str:
+    """Return what a server of `shardline up` asks for, as `user:PASSWORD`; empty if it asks for nothing."""
+    path = password_file(service)
+    return path.read_text().strip() if path.exists() else ""
 
 
 def keep_password_apart() -> None:
@@ -66,7 +92,7 @@ def keep_password_apart() -> None:
     and logs.
     """
     if apart := credentials_apart(os.environ.get("MLFLOW_TRACKING_URI", "")):
-        names = ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+        names = ("MLFLOW_TRACKING_URI", MLFLOW_USER, MLFLOW_PASSWORD)
         os.environ |= dict(zip(names, apart, strict=True))
 
 

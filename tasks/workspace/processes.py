@@ -19,31 +19,51 @@ ALIVE_EVERY_S = 0.02  # between two checks whether a process that must end still
 
 
 def process_key(pid: int) -> str:
-    """Return a name that stays unique when PIDs are reused: HOST/PID/START/KERNEL. Empty if the process is gone."""
+    """Return a name that stays unique when PIDs are reused, and when the clock is set: HOST/PID/START/KERNEL.
+
+    START: clock ticks between the boot of the machine and the start of the process. HOST is only for people. Empty if
+    the process is gone, or has ended and waits for its parent (a zombie).
+    """
     try:
-        return f"{socket.gethostname()}/{pid}/{psutil.Process(pid).create_time():.2f}/{_kernel()}"
-    except psutil.NoSuchProcess:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
         return ""
+    state, *fields = stat.rpartition(")")[2].split()  # what is before is the command's name: anything, also ")"
+    return "" if state in "ZX" else f"{socket.gethostname()}/{pid}/{fields[18]}/{_kernel()}"
 
 
 def _kernel() -> str:
     """Return a name of the kernel that gives the PIDs: its boot and PID namespace, which differ on cloned machines."""
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    if not boot.exists():
-        return ""
-    return f"{boot.read_text().strip()[:8]}-{pids.stat().st_ino}"
+    return f"{boot.read_text().strip() if boot.exists() else ''}-{pids.stat().st_ino}"
 
 
 def is_local(key: str) -> bool:
     """Return whether the process of that key, if it lives, is visible here."""
-    host, _, rest = key.partition("/")
-    return host == socket.gethostname() and rest.rpartition("/")[2] == _kernel()
+    host, _, identity = key.partition("/")
+    return host == socket.gethostname() and identity.endswith(f"/{_kernel()}")
+
+
+def pid_of(key: str) -> int:
+    return int(key.split("/")[1])
 
 
 def local_process(key: str) -> psutil.Process | None:
-    """The process that `process_key` named, if it still runs and is of this host; never another one with its pid."""
-    pid = int(key.split("/")[1]) if key else 0
-    return psutil.Process(pid) if key and process_key(pid) == key else None
+    """The process that `process_key` named, if it still runs and is of this host; never another one with its pid.
+
+    The host may have got another name since.
+    """
+    if not key.endswith(f"/{_kernel()}"):
+        return None
+    with suppress(psutil.NoSuchProcess):  # it ends at this moment
+        process = psutil.Process(pid_of(key))
+        return process if process_key(process.pid).partition("/")[2] == key.partition("/")[2] else None
+    return None
+
+
+def has_ended(key: str) -> bool:
+    """Return whether the process of that key was of this host and has ended; False where that cannot be known here."""
+    return is_local(key) and local_process(key) is None
 
 
 def stop_with_parent() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tasks.runs.owner import owner_record
 from tasks.workspace.processes import local_process
+from tests.support.routes import check_routes, routes_of_process
 from tests.support.user_folder import AS_FILES, UserFolder, wait_for_step
 
 pytestmark = pytest.mark.slow
@@ -109,3 +110,7 @@ def test_a_run_that_is_stopped_afterwards_is_a_stopped_run(user_folder: UserFold
 
     code, _, err = killed_in_training(user_folder, f"train.steps={LONG}", then=interrupt)
     assert code == 130, err
+
+
+def test_prefects_server_has_no_door_but_those_listed(tmp_path: Path) -> None:
+    check_routes("prefect", routes_of_process("prefect", {"PREFECT_HOME": str(tmp_path)}))

@@ -39,6 +39,12 @@ def browser() -> Iterator[Any]:
         yield opened
 
 
+def new_page_of_mlflow(browser: Any, servers: LocalServers) -> Any:
+    """A page of a browser into which somebody has typed MLflow's password."""
+    user, _, password = servers.mlflow_password.partition(":")
+    return browser.new_context(http_credentials={"username": user, "password": password}).new_page()
+
+
 @pytest.fixture
 def form(browser: Any, servers: LocalServers) -> Iterator[Form]:
     opened = Form(browser, servers, "pretrain")
@@ -121,9 +127,11 @@ def test_a_submitted_run_has_what_was_filled_in_and_the_rest_of_its_deployment(
     tags = servers.mlflow.get_run(json.loads((folder / "run.json").read_text())["mlflow_run_id"]).data.tags
     assert tags["prefect.flow_run_url"].endswith(run["id"]), "the way back"
     (link,) = servers.prefect("/artifacts/filter", {"artifacts": {"key": {"any_": ["mlflow-run"]}}})
-    form.page.goto(re.search(rf"{servers.url('mlflow')}/#/experiments/[^)]+", link["data"])[0])  # type: ignore[index]
-    form.page.get_by_role("heading", name=folder.name).wait_for()
-    assert form.page.get_by_text("Sessions", exact=True).count() == 0, "not MLflow's pages of GenAI"
+    page = new_page_of_mlflow(browser, servers)
+    page.goto(re.search(rf"{servers.url('mlflow')}/#/experiments/[^)]+", link["data"])[0])  # type: ignore[index]
+    page.get_by_role("heading", name=folder.name).wait_for()
+    assert page.get_by_text("Sessions", exact=True).count() == 0, "not MLflow's pages of GenAI"
+    page.close()
     form.page.close()
 
 
@@ -143,10 +151,11 @@ def test_a_deployments_own_form_changes_what_it_shows_and_keeps_the_rest(browser
 def test_a_page_of_another_origin_reads_and_starts_nothing(browser: Any, servers: LocalServers) -> None:
     runs = servers.prefect("/flow_runs/count", {})
     (found,) = [it for it in servers.prefect("/deployments/filter", {}) if it["name"] == "quickstart"]
-    page = browser.new_page()
+    page = new_page_of_mlflow(browser, servers)
     page.goto(f"{servers.url('mlflow')}/health")  # another port is another origin
     ask = """async ([url, mode, type]) => {
-        const request = {method: "POST", mode, body: "{}", headers: {"content-type": type}, credentials: "include"};
+        const [headers, body] = [{"content-type": type}, '{"name": "evil"}'];
+        const request = {method: "POST", mode, body, headers, credentials: "include"};
         try { return (await fetch(url, request)).status } catch (error) { return String(error) }
     }"""
     start = f"{servers.url('prefect')}/api/deployments/{found['id']}/create_flow_run"
@@ -154,3 +163,10 @@ def test_a_page_of_another_origin_reads_and_starts_nothing(browser: Any, servers
         assert page.evaluate(ask, [url, "cors", "application/json"]) == "TypeError: Failed to fetch"
         assert page.evaluate(ask, [url, "no-cors", "text/plain"]) == 0, "sent, and nothing of the answer is seen"
     assert servers.prefect("/flow_runs/count", {}) == runs
+
+    page.goto(f"{servers.url('prefect')}/api/health")  # and so is this one to MLflow, whose password the browser has
+    experiments = f"{servers.url('mlflow')}/api/2.0/mlflow/experiments"
+    for url in (f"{experiments}/search", f"{experiments}/create"):
+        assert page.evaluate(ask, [url, "cors", "application/json"]) == "TypeError: Failed to fetch"
+        assert page.evaluate(ask, [url, "no-cors", "text/plain"]) == 0
+    assert [it.name for it in servers.mlflow.search_experiments(filter_string="name = 'evil'")] == []

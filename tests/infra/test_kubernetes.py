@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from infra import pods
+from infra.heartbeat import Heartbeat
 from infra.kubernetes import Access, Cluster, ClusterError, PodLogFollower
-from infra.pods import Claim, Heartbeat, PodGroup, group_name, label_value, read_pod
+from infra.pods import Claim, PodGroup, group_name, label_value, read_pod
 from tests.support.kubernetes_api import KubernetesApi, validate, why_no_pods
 from tests.support.waiting import until
 
@@ -53,13 +54,12 @@ OWNER = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": GROUP.nam
 
 @pytest.mark.parametrize("group", [GROUP, PLAIN], ids=["everything", "plain"])
 def test_the_published_schemas_know_all_that_is_created(group: PodGroup) -> None:
-    for made in (pods.job(group), pods.jobset(group), pods.service(group, belongs_to=OWNER), pods.secret(group)):
+    for made in (pods.job(group), pods.service(group, belongs_to=OWNER), pods.secret(group)):
         validate(made)
 
 
-@pytest.mark.parametrize("kind", ["Job", "JobSet"])
-def test_the_schemas_are_strict(kind: pods.Kind) -> None:
-    made = pods.owner(GROUP, kind)
+def test_the_schemas_are_strict() -> None:
+    made = pods.job(GROUP)
     made["spec"]["restarts"] = 3
     with pytest.raises(Exception, match="restarts"):
         validate(made)
@@ -85,7 +85,7 @@ def test_pods_are_as_restricted_as_containers_are() -> None:
 
 
 def test_a_secret_is_in_the_secret_object_alone() -> None:
-    made = [pods.job(GROUP), pods.jobset(GROUP), pods.service(GROUP, belongs_to=OWNER)]
+    made = [pods.job(GROUP), pods.service(GROUP, belongs_to=OWNER)]
     encoded = base64.b64encode(b"s3cret").decode()[:6]
     assert not any("s3cret" in text or encoded in text for text in map(json.dumps, made))
     assert base64.b64decode(pods.secret(GROUP)["data"]["secrets.json"]) == GROUP.secret
@@ -97,7 +97,8 @@ def test_a_secret_is_in_the_secret_object_alone() -> None:
 )
 def test_names_and_labels_fit_whatever_the_run_is_called(run: str) -> None:
     group = replace(GROUP, run=run, name=group_name(run, "attempts-12"), hosts=tuple(f"node-{i}" for i in range(9999)))
-    validate(pods.jobset(group))
+    validate(pods.job(group))
+    assert len(f"{group.name}-{len(group.hosts) - 1}-abcde") <= 63  # the last pod's name
     assert len(label_value(run)) <= 63
     assert label_value(run) == run or label_value(run) != label_value(run + "x")
     assert group_name("x" * 200, "1") != group_name("x" * 200, "2")
@@ -140,9 +141,9 @@ def test_what_the_api_says_of_a_pod() -> None:
 needs_pods = pytest.mark.skipif(bool(why_no_pods()), reason=why_no_pods())
 
 
-@pytest.fixture(params=["JobSet", "Job"])
-def api(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KubernetesApi]:
-    with KubernetesApi(tmp_path / "cluster", jobsets=request.param == "JobSet") as api:
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[KubernetesApi]:
+    with KubernetesApi(tmp_path / "cluster") as api:
         yield api
 
 
@@ -153,7 +154,7 @@ def cluster(api: KubernetesApi) -> Cluster:
 
 def start(cluster: Cluster, **changes: Any) -> PodGroup:
     group = replace(PLAIN, **changes)
-    cluster.start(group, cluster.kind())
+    cluster.start(group)
     return group
 
 
@@ -190,7 +191,7 @@ def test_pods_run_and_are_removed_with_everything_of_theirs(
         assert (tmp_path / f"{name}.log").read_text() == f'{{"TOKEN": "s3cret"}} hello {index}\n'
     assert cluster.last_lines(states(cluster)["node-1"].name, number=5) == ('{"TOKEN": "s3cret"} hello 1',)
     owners = api.all("secrets")[0]["metadata"]["ownerReferences"]
-    assert [owner["kind"] for owner in owners] == [cluster.kind()]
+    assert [owner["kind"] for owner in owners] == ["Job"]
     cluster.remove(run="verses")
     assert not cluster.wait_until_gone(run="verses", timeout_s=10)
     until(lambda: not api.objects, "nothing is left")
@@ -199,8 +200,7 @@ def test_pods_run_and_are_removed_with_everything_of_theirs(
 @needs_pods
 def test_a_secret_goes_with_the_group_that_it_belongs_to(api: KubernetesApi, cluster: Cluster) -> None:
     group = start(cluster, secret=b"{}", command=("python", "-c", "pass"))
-    kind = cluster.kind()
-    api.objects.pop(("jobsets" if kind == "JobSet" else "jobs", group.name))  # by its time to live, or by hand
+    api.objects.pop(("jobs", group.name))  # by its time to live, or by hand
     until(lambda: not api.objects, "nothing is left")
 
 
@@ -208,7 +208,7 @@ def test_a_secret_goes_with_the_group_that_it_belongs_to(api: KubernetesApi, clu
 def test_pods_reach_each_other_by_name_and_get_their_grace(api: KubernetesApi, cluster: Cluster) -> None:
     program = "import signal, socket, sys, time; signal.signal(15, lambda *_: sys.exit(130));"
     program += "print(socket.gethostbyname(sys.argv[1]), flush=True); time.sleep(60)"
-    there = pods.address(PLAIN, 1, cluster.kind())
+    there = pods.address(PLAIN, 1)
     start(cluster, command=("python", "-c", program, there))
     until(lambda: len(api.running()) == 2, "both run")
     first = states(cluster)["node-0"]
@@ -235,7 +235,7 @@ def test_pods_that_wait_say_why(tmp_path: Path) -> None:
 def test_a_queue_holds_a_group_back(api: KubernetesApi, cluster: Cluster) -> None:
     api.held = {"gpus"}
     group = start(cluster, queue="gpus")
-    assert cluster.is_suspended(group, cluster.kind())
+    assert cluster.is_suspended(group)
     assert not cluster.pods(run="verses")
 
 
@@ -262,7 +262,7 @@ def test_errors_say_what_to_do(api: KubernetesApi, cluster: Cluster, tmp_path: P
     assert time.monotonic() < before + 5
     bad = replace(PLAIN, name="x" * 64)
     with pytest.raises(ClusterError, match="it refuses the object"):
-        cluster.start(bad, cluster.kind())
+        cluster.start(bad)
     api.rules = []
     with pytest.raises(ClusterError, match=r"Role that is needed.*cannot list"):
         cluster.pods()
@@ -281,9 +281,8 @@ def documented(kind: str) -> dict[str, Any]:
 
 
 @needs_pods
-@pytest.mark.parametrize("jobsets", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_documented_role_is_enough(jobsets: bool, tmp_path: Path) -> None:
-    with KubernetesApi(tmp_path / "cluster", jobsets=jobsets, rules=documented("Role")["rules"]) as api:
+def test_the_documented_role_is_enough(tmp_path: Path) -> None:
+    with KubernetesApi(tmp_path / "cluster", rules=documented("Role")["rules"]) as api:
         cluster = Cluster(Access(kubeconfig=str(api.kubeconfig)))
         group = start(
             cluster, secret=b"{}", command=("python", "-c", "import time; print('hello', flush=True); time.sleep(60)")
@@ -291,10 +290,10 @@ def test_the_documented_role_is_enough(jobsets: bool, tmp_path: Path) -> None:
         until(lambda: len(api.running()) == 2, "both run")
         pod_name = states(cluster)["node-0"].name
         until(lambda: cluster.last_lines(pod_name, number=1) == ("hello",), "a log")
-        assert not cluster.is_suspended(group, cluster.kind())
+        assert not cluster.is_suspended(group)
         cluster.terminate(pod_name, grace_s=1)
         with pytest.raises(ClusterError, match="of that name exists already"):
-            cluster.start(group, cluster.kind())
+            cluster.start(group)
         cluster.remove(run=group.run)
         assert not cluster.wait_until_gone(run=group.run, timeout_s=10)
 

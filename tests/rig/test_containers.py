@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from infra import containers
-from infra.containers import ATTEMPT, RUN, Bind, Heartbeat, Job, State
+from infra.containers import ATTEMPT, RUN, Bind, Job, State
+from infra.heartbeat import Heartbeat
 from infra.hosts import HostClient, HostError, connect, on_all
 from tests.support.rig.rig import Rig, RigHost
 from tests.support.waiting import until
@@ -226,7 +227,8 @@ def test_containers_are_found_by_run_and_attempt(rig: Rig) -> None:
 
 def test_a_heartbeat_that_stops_makes_it_unhealthy(rig: Rig) -> None:
     client = client_of(rig.hosts[0])
-    code = "import pathlib, time; pathlib.Path('/tmp/beat').touch(); time.sleep(600)"
+    uptime = "Path('/proc/uptime').read_text().partition('.')[0]"
+    code = f"import time; from pathlib import Path; Path('/tmp/beat').write_text({uptime}); time.sleep(600)"
     container = containers.start(
         client, job(rig, code, heartbeat=Heartbeat("/tmp/beat", max_age_s=3, start_s=1, every_s=1))
     )

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -22,6 +21,7 @@ from infra.containers import ATTEMPT, LAUNCHER, RUN, Job
 from infra.hosts import connect
 from tasks.hardware.hosts import docker_hosts, read_hosts
 from tasks.hardware.preflight import container_spec
+from tasks.launch.lease import Lease
 from tasks.operations.gpu_queue import gpu_holder
 from tasks.workspace.processes import process_key
 from tests.support.launched_runs import curve, launcher, mlflow_status, reaches
@@ -29,6 +29,7 @@ from tests.support.rig.rig import Rig, RigHost
 from tests.support.rig.runs import assert_nothing_is_left, make_docker_run
 from tests.support.waiting import until
 from training.config.launch import LaunchConfig
+from training.records.record import write_atomically
 
 Shardline = Callable[..., dict[str, Any]]
 
@@ -141,13 +142,11 @@ def test_only_what_nobody_looks_after_is_reaped(
     rig: Rig, shardline_home: Path, tiny_shards: Path, shardline: Shardline
 ) -> None:
     host, pid, _, kernel = process_key(os.getpid()).split("/")
-    dead = f"{host}/{pid}/1.00/{kernel}"  # our pid, at another time: it was used again
+    dead = f"{host}/{pid}/1/{kernel}"  # our pid, at another time: it was used again
     for run_id in ("fresh", "stale"):
         run_dir = make_docker_run(rig, shardline_home, tiny_shards, run_id, 1)
         lease = run_dir / "attempts" / "1" / "lease"
-        lease.parent.mkdir(parents=True)
-        lease.touch()
-    os.utime(lease, (time.time() - 1000,) * 2)
+        write_atomically(lease, "0\n")
     elsewhere = {LAUNCHER: "elsewhere/7/1.00", ATTEMPT: "1"}
     first, second, _ = rig.hosts
     start(rig, first, "ended", "true", **{LAUNCHER: dead, ATTEMPT: "1"})
@@ -159,7 +158,8 @@ def test_only_what_nobody_looks_after_is_reaped(
     hosts = shardline_home / "hosts.yaml"
     hosts.write_text(yaml.safe_dump([rig.host_config(0), rig.host_config(1)]))
 
-    reaped = shardline("reap", "--hosts-file", str(hosts))
+    with Lease(run_dir.parent / "fresh" / "attempts" / "1" / "lease", lease_s=30):
+        reaped = shardline("reap", "--hosts-file", str(hosts))
     assert sorted(reaped["removed"]) == ["host0/ended", "host1/probe", "host1/unrenewed"]
     assert sorted(reaped["kept"]) == ["host0/foreign", "host0/ours", "host1/renewed"]
     left = {f"{host.name}/{container.name}" for host in rig.hosts for container in rig.containers(host)}

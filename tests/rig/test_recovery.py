@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.containers import Heartbeat
+from infra.heartbeat import Heartbeat
 from tasks.launch import docker_hosts
 from tasks.launch.recovery import attempts_of, last_checkpoint_step
 from tests.support.launched_runs import at_step, causes, curve, train

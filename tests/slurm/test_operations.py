@@ -46,7 +46,9 @@ def test_a_job_that_nobody_looks_after_is_reaped(cluster: SlurmCluster, make: Ma
     comment = slurm.comment_of("nobodys", launcher="elsewhere/1/2.0/3")
     job = slurm.submit("#!/bin/sh\nsleep 600\n", name="x", comment=comment, options=["--nodes=2", "--output=/dev/null"])
     until(lambda: cluster.jobs("running") == [job], "a job that runs", every_s=0.2)
-    assert list_running(known_hosts()).running[0].looked_after, "its lease is young, and its launcher elsewhere"
+    assert list_running(known_hosts()).running[0].looked_after, (
+        "its launcher is elsewhere, and has 600 s to renew its lease"
+    )
     nodes.lease.path.unlink()
     assert not list_running(known_hosts()).running[0].looked_after
     assert reap(known_hosts(), dry_run=True).removed == (f"Slurm/job {job}",)

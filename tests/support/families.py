@@ -5,7 +5,9 @@
 Each type is built tiny, in training mode, and its loss and every gradient are compared with those of the class's own
 forward and cross-entropy: as stages of a pipeline (unequal and interleaved, in one process), on two tp ranks, with
 both, with both under fsdp on four ranks, with sequence and context parallelism, with several documents in a sequence,
-and compiled. It prints a table and, as its last line, one JSON object. `--write`: write their rows of
+and compiled. Its tiny configs have every kind of layer that its class can make, and a run of it is planned, or refused
+by its name: a type that cannot be planned is admitted to nothing. It prints a table and, as its last line, one JSON
+object. `--write`: write their rows of
 training/facts/families.json, from which plans refuse what failed; by default what the file admits is compared with
 what was found.
 """
@@ -20,10 +22,12 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -34,31 +38,41 @@ import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 from tasks.workspace.processes import free_port
+from tests.support import configs
+from tests.support.tiny_configs import (
+    LAYERS,
+    POSITIONS,
+    VOCAB,
+    all_types,
+    has_heads,
+    has_plan,
+    is_masked,
+    missing_kinds,
+    tiny_config,
+    tiny_configs,
+    tiny_model,
+)
 from training.facts.families import TABLE, Ability, can
+from training.facts.model_config import read_settings
 from training.inference.model_shard import ModelShard
 from training.inference.steps import Extend, Prefill
 from training.models import document_attention, hugging_face
 from training.models.document_attention import attend_by_document
 from training.models.init_weights import FreshWeights
 from training.models.language_model import LanguageModel
+from training.models.sizes import count_model
 from training.models.state import state_of
+from training.planner.plan import make_plan
 from training.strategies.activation_checkpointing import compile_layers
 from training.strategies.pipeline import Stage, keep_stages
 from training.strategies.tensor import shard_matrices
 
-LAYERS, VOCAB, ROWS, CONTEXT, WINDOW, POSITIONS = 4, 256, 2, 16, 5, 128
+ROWS, CONTEXT = 2, 16
 TOLERANCE = 2e-4  # of a gradient's largest number: fp32 sums are taken in another order
 SMALLEST = 1e-6  # … and of this share of the largest of all: a key's bias has no effect, its gradient is rounding
 TIMEOUT_S, COMPILED_IN_S = 60, 300
-MOST_PARAMETERS = 100_000_000
 ALL, PAIR = range(4), range(2)
 CHECKS = {  # the ranks of each check: those that need one rank run beside each other
     **dict.fromkeys(("alone", "documents"), ALL),
@@ -84,177 +98,12 @@ UNLIKE = (  # a dozen that have little in common, for CI
     "modernbert",
 )
 
-# A field of a config by its name's pattern, and its value; the first that matches counts.
-RULES: list[tuple[str, Any]] = [
-    (r"(num_hidden_layers|n_layers?|num_layers|num_decoder_layers|decoder_layers|encoder_layers)", LAYERS),
-    (r"(hidden_size|n_embd|d_model|dim|embedding_size)", 64),
-    (
-        r"(num_(global_|swa_)?attention_heads|swa_num_attention_heads|n_heads?|num_heads|(de|en)coder_attention_heads)",
-        4,
-    ),
-    (r"(num_(key_value|kv)_heads|n_head_kv|swa_num_key_value_heads|num_global_key_value_heads)", 2),
-    (r"((global_|swa_|attention_)?head_dim|(swa_)?v_head_dim|qk_nope_head_dim)", 16),
-    (r"(qk_rope_head_dim|rotary_dim)", 8),
-    (r"qk_head_dim", 24),
-    (r"((swa_)?q|kv|o|gate)_lora_rank", 32),
-    (r"(intermediate_size(_mlp)?|ffn_dim|n_inner|d_ff|shared_intermediate_size|(expert_)?ffn_hidden_size)", 128),
-    (r"(dense_intermediate_size|hidden_dim|(de|en)coder_ffn_dim)", 128),
-    (r"(moe_|shared_expert_|moe_shared_expert_|expert_)intermediate_size|moe_ffn_hidden_size|moe_latent_size", 64),
-    (r"vocab_size(_per_layer_input)?", VOCAB),
-    (r"hidden_size_per_layer_input", 16),
-    (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_moe_experts)", 4),
-    (r"(num_experts_per_tok(en|s)?|moe_k|moe_top_?k|top_k_experts|moe_num_active_primary_experts)", 2),
-    (r"(n_group|topk_group|num_expert_group|n_groups_moe)", 1),
-    (r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index|moe_first_k_dense|first_k_dense)", 1),
-    (r"((original_)?max_position_embeddings|n_positions|max_sequence_length|max_seq_len|n_ctx)", POSITIONS),
-    (r"(sliding_window(_size)?|local_window|attention_window)", WINDOW),
-    (r"pad_token_id", 0),
-    (r"bos_token_id", 1),
-    (r"eos_token_id", 2),
-    (r".*(dropout|pdrop|layerdrop)(_prob|_p|_rate)?", 0.0),
-    (r"output_router_logits", False),
-    (r".*z_loss.*|.*jitter_noise", 0.0),
-    (r"linear_num_(value|key)_heads", 4),
-    (r"linear_(key_|value_)?head_dim", 16),
-    (r"num_kv_shared_layers", 0),
-    (r"laurel_rank", 8),
-    (r"(mamba_n_heads|mamba_num_heads)", 8),
-    (r"(mamba_d_head|mamba_head_dim|mamba_d_state|ssm_state_size|state_size)", 16),
-    (r"mamba_d_ssm", 128),
-    (r"(mamba_n_groups|n_groups)", 1),
-    (r"mamba_dt_rank", 4),
-    (r"mamba_expand", 2),
-    (r"(mamba_|attention_)?chunk_size", 8),
-    (r"index_n_heads", 4),
-    (r"index_head_dim", 16),
-    (r"index_topk", 8),
-    (r"(conv_dim|block_dim|conv_dim_out)", 64),
-    (r"block_ff_dim", 128),
-]
-WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}  # off by default
-MIXED = ("layer_types", "mlp_layer_types", "layers_block_type", "ffn_layer_types", "hybrid_layer_pattern")
-PER_TYPE: dict[str, dict[str, Any]] = {
-    "dots1": {
-        "n_shared_experts": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "longcat_flash": {"zero_expert_num": 2, "num_layers": 4, "num_hidden_layers": 8},
-    "esmc": {"num_key_value_heads": 4},
-    "phi4_multimodal": {
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "crop_size": 28,
-            "image_size": 28,
-        },
-        "audio_config": {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_blocks": 2,
-            "num_attention_heads": 4,
-            "nemo_conv_channels": 32,
-            "ext_pw_out_channel": 32,
-            "depthwise_separable_out_channel": 32,
-        },
-    },
-    "cohere_compass_text": {
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
-        },
-    },
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-        "hc_lowrank": 8,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 64,
-    },
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "dots3_note_text": {"num_key_value_heads": 4},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "layers_block_type": ["mamba", "attention"] * 2},
-    "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
-    "minicpm3": {"dim_model_base": 16},
-    "gemma3_text": {"final_logit_softcapping": 30.0},
-}
-
-
-def all_types() -> list[str]:
-    """Return every type with a class of the next word or of masked words."""
-    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES})
-
-
-def is_masked(model_type: str) -> bool:
-    """Whether a type predicts masked words; some have a class of the next word too, which must be made causal first."""
-    if model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        return False
-    return not getattr(CONFIG_MAPPING[model_type](), "is_encoder_decoder", False)
-
-
-def has_plan(model_type: str) -> bool:
-    return bool(getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None))
-
-
-def tiny_config(model_type: str) -> Any:
-    kind = CONFIG_MAPPING[model_type]
-    name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
-    of_class = getattr(getattr(transformers, name, None), "config_class", None)
-    kind = of_class if isinstance(of_class, type) and not is_masked(model_type) else kind  # of the text alone
-    windows = {name: value for name, value in WINDOWS.items() if name in kind().to_dict()}
-    fields, chosen = kind(**windows).to_dict(), dict[str, Any]()
-    for name, value in fields.items():
-        if name.startswith("_") or (isinstance(value, (bool, dict)) and name != "output_router_logits"):
-            continue
-        tiny = next(((wanted,) for rule, wanted in RULES if re.fullmatch(rule, name)), None)
-        optional = re.fullmatch(r"(num_key_value_heads|head_dim|intermediate_size|q_lora_rank|pad_token_id)", name)
-        if tiny is not None and (value is not None or optional):
-            chosen[name] = [tiny[0]] * (LAYERS if len(value) > 1 else 1) if isinstance(value, list) else tiny[0]
-    for name in MIXED:
-        if isinstance(value := fields.get(name), list):
-            kinds = list(dict.fromkeys(value))
-            if kinds == ["full_attention"] and chosen.get("sliding_window"):
-                kinds = ["sliding_attention", "full_attention"]
-            chosen[name] = [kinds[number % len(kinds)] for number in range(LAYERS)]
-            if name == "mlp_layer_types" and len(kinds) == 2:
-                chosen[name] = [kinds[0]] + [kinds[1]] * (LAYERS - 1)
-    if fields.get("kv_lora_rank") and "num_key_value_heads" in chosen:
-        chosen["num_key_value_heads"] = chosen.get("num_attention_heads", 4)
-        if "head_dim" in chosen:
-            chosen["head_dim"] = chosen.get("qk_rope_head_dim", 8)
-    return kind(**chosen | windows | PER_TYPE.get(model_type, {}))
-
-
-def tiny_model(model_type: str) -> Any:
-    """Return a tiny model in training mode, whose weights are unlike enough that no two of them may be mistaken."""
-    torch.manual_seed(0)
-    config = tiny_config(model_type)
-    auto = AutoModelForMaskedLM if is_masked(model_type) else AutoModelForCausalLM
-    with torch.device("meta"):
-        size = sum(p.numel() for p in auto.from_config(config, attn_implementation="eager").parameters())
-    if size > MOST_PARAMETERS:
-        raise ValueError(f"what it has beside its decoder makes {size:,} parameters")
-    hf = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in hf.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape))
-        for name, buffer in hf.named_buffers():
-            if "e_score" in name:
-                buffer.add_(0.05 * torch.randn(buffer.shape))
-    hf.config.use_cache = False
-    return hf.train()
-
 
 class Whole:
     """The class's own loss and gradients, and the data they are of."""
 
-    def __init__(self, model_type: str) -> None:
-        self.hf, self.own_attention = tiny_model(model_type), False
+    def __init__(self, model_type: str, config: Any) -> None:
+        self.hf, self.own_attention = tiny_model(model_type, config), False
         self.ids, self.targets = torch.randint(3, VOCAB - 6, (2, ROWS, CONTEXT))
         self.documents = torch.tensor([[0] * 6 + [1] * 10, [0] * 11 + [1] * 2 + [2] * 3])
         self.loss, self.grads = self._compute([(slice(0, CONTEXT), row) for row in (slice(0, ROWS),)])
@@ -362,9 +211,9 @@ def sum_partial(model: LanguageModel, group: Any, *, all_whole: bool = False) ->
 class Admission:
     """The checks, each a method that returns why a type fails, or None."""
 
-    def __init__(self, model_type: str, mesh: DeviceMesh) -> None:
-        self.type, self.fsdp, self.mesh, self.group = model_type, mesh["fsdp"], mesh["tp"], mesh["tp"].get_group()
-        self.whole = Whole(model_type)
+    def __init__(self, model_type: str, config: Any, mesh: DeviceMesh) -> None:
+        self.fsdp, self.mesh, self.group = mesh["fsdp"], mesh["tp"], mesh["tp"].get_group()
+        self.whole = Whole(model_type, config)
         self.wanted = self.whole.loss, self.whole.grads
         self.family = self.whole.model().family
 
@@ -534,11 +383,22 @@ def _nan_memory() -> Iterator[None]:
 
 
 def examined(model_type: str, mesh: DeviceMesh) -> dict[str, str]:
-    """Return why a type fails, by check. All ranks call this; ranks that share a check fail together."""
+    """Return why a type fails, by check: in one of its tiny configs, which have every kind of layer together.
+
+    All ranks call this; ranks that share a check fail together.
+    """
     try:
-        admission = Admission(model_type, mesh)
+        found = [_examined(model_type, config, mesh) for config in tiny_configs(model_type)]
+        whys = {check: why for one in reversed(found) for check, why in one.items()}
+        if "alone" not in whys and (missing := missing_kinds(model_type)):
+            whys = {"alone": f"its tiny configs lack a kind of layer: {missing[0]}"}
     except Exception as error:
         return {"alone": f"it cannot be built tiny ({_words(error)})"}
+    return whys
+
+
+def _examined(model_type: str, config: Any, mesh: DeviceMesh) -> dict[str, str]:
+    admission = Admission(model_type, config, mesh)
     found: dict[str, str] = {}
     for check, ranks in CHECKS.items():
         if check == "fsdp_tp_pp":
@@ -579,14 +439,19 @@ def _rank(rank: int, port: int, types: list[str], write: bool) -> None:
     for axis in ("fsdp", "tp"):
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), mesh[axis].get_group())
     found: dict[str, dict[str, str]] = {}
+    unplanned: dict[str, str] = {}
     for model_type in types:
         start = time.monotonic()
         found[model_type] = examined(model_type, mesh)
         if rank == 0:
+            if why := why_not_planned(model_type):
+                unplanned[model_type] = why
+                found[model_type] = {"alone": f"no run of it is planned: {why}"} | found[model_type]
             failed = "; ".join(f"{check}: {why}" for check, why in found[model_type].items()) or "equal"
-            print(f"{model_type:24} {time.monotonic() - start:5.1f} s  {failed}", flush=True)
+            planned = "refused" if why else "planned"
+            print(f"{model_type:24} {time.monotonic() - start:5.1f} s  {planned}; {failed}", flush=True)
     if rank == 0:
-        report(found, write=write)
+        report(found, unplanned, write=write)
     dist.destroy_process_group()
 
 
@@ -603,6 +468,23 @@ def _in_its_test(why: str) -> str:
     if what_differs:
         return f"in its test {why}"
     return f"its test ended in {why}" if re.match(r"\w+: ", why) else why
+
+
+def why_not_planned(model_type: str) -> str | None:
+    """Return why a run of a type's tiny config is not planned; None if it is. A plan's own refusals are ValueErrors."""
+    objective, architecture = ("masked", "bert") if is_masked(model_type) else ("causal", "path")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tiny_config(model_type).save_pretrained(folder)
+            fields = json.loads((Path(folder) / "config.json").read_bytes())
+            shape = count_model(read_settings(Path(folder)), objective=objective)
+            config = configs.tiny_config(model__path=folder, model__architecture=architecture, model__dropout=0.0)
+            make_plan(config, configs.inventory(1), run_id=model_type, hf_config=fields, hf_shape=shape)
+    except ValueError as error:
+        return str(error)
+    except Exception as error:
+        return _words(error)
+    return None
 
 
 def counts_from_pad(model_type: str) -> bool:
@@ -628,6 +510,7 @@ def write_table(table: dict[str, dict[str, str]]) -> None:
         "transformers": transformers.__version__,
         "masked": sorted(masked),
         "counts_from_pad": sorted(model_type for model_type in masked if counts_from_pad(model_type)),
+        "without_heads": sorted(model_type for model_type in rows if not has_heads(model_type)),
     }
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in whole.items()]
     types = [f"  {json.dumps(name)}: {json.dumps(_in_short(row))}" for name, row in sorted(rows.items())]
@@ -640,7 +523,7 @@ def _in_short(refused: dict[str, str]) -> dict[str, str]:
     return {"*": reasons.pop()} if len(refused) == len(ABILITIES) and len(reasons) == 1 else refused
 
 
-def report(found: dict[str, dict[str, str]], *, write: bool) -> None:
+def report(found: dict[str, dict[str, str]], unplanned: dict[str, str], *, write: bool) -> None:
     table = {model_type: refusals(checks) for model_type, checks in found.items()}
     wrong = [
         f"{model_type} {ability}"
@@ -648,12 +531,15 @@ def report(found: dict[str, dict[str, str]], *, write: bool) -> None:
         for ability in ABILITIES
         if not write and can(model_type, ability) and ability in refused
     ]
+    wrong += [f"{model_type} plan ({why})" for model_type, why in unplanned.items() if model_type not in why]
     if write:
         write_table(table)
     if wrong:
         print("admitted by the table, and not equal: " + ", ".join(wrong), file=sys.stderr)
     counts = counted(table, lambda model_type, ability: ability not in table[model_type])
-    print(json.dumps(counts | {"silently_wrong": len(wrong)}))
+    every = {"examined": len(found), "planned": len(found) - len(unplanned)}
+    every["admitted"] = sum(len(refused) < len(ABILITIES) for refused in table.values())
+    print(json.dumps(counts | every | {"silently_wrong": len(wrong)}))
 
 
 def counted(types: Iterable[str], may: Callable[[str, Ability], bool]) -> dict[str, int]:

@@ -59,7 +59,6 @@ from tasks.launch.docker_hosts import ContainerNode, DockerLauncher
 from tasks.launch.launcher import ANSWER_S, STOPPED, Host, Program
 from tasks.launch.lease import FENCE_S
 from tasks.planning.plan import plan_run
-from tasks.runs import owner
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.owner import Owner
 from tasks.tracking import client, mlflow_run
@@ -1194,9 +1193,6 @@ class World(Scheduler):
         with suppress(RuntimeError, OSError, MlflowException):  # MLflow is away, or the disk is full
             reconcile_mlflow()
 
-    def lease_age_s(self, lease: Path) -> float:
-        return self.now - self.lives[-1].ended_at
-
     # faults
 
     def happen(self, fault: Fault) -> None:
@@ -1579,7 +1575,6 @@ def _in_place_of_what_is_real(world: World) -> Iterator[None]:
         (launcher, "STOP_GRACE_S", GRACE_S),
         *((module, "POLL_S", POLL_S) for module in (attempt, docker_hosts)),
         (programs, "DockerLauncher", functools.partial(SimulatedLauncher, world)),
-        (owner, "lease_age_s", world.lease_age_s),
         (client, "logging", SimpleNamespace(**vars(logging) | {"getLogger": lambda name: silent})),
         (mlflow_run, "claim", claim),
         (mlflow_run, "git_commit", lambda: ("unknown", False)),

@@ -1,6 +1,6 @@
 """A stand-in for a Kubernetes cluster: the part of its API that we use over HTTP, and machines that run the pods.
 
-It plays the API server (strict schemas as published, RBAC, label selectors, owners), the controllers of Job and JobSet,
+It plays the API server (strict schemas as published, RBAC, label selectors, owners), the controller of Jobs,
 the scheduler and the kubelet. A pod is a real process in namespaces of its own: mounts (its volumes, /tmp, /dev/shm and
 /etc/hosts, which stands for DNS) and process ids; the network is this machine's. It is no proof that a real cluster
 does the same.
@@ -30,7 +30,6 @@ from urllib.parse import parse_qs, urlsplit
 import kubernetes_validate
 import psutil
 import yaml
-from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from tests.support.waiting import until
 
@@ -39,7 +38,6 @@ OLDEST, NEWEST = "1.29", "1.37"
 FOLDERS = {
     "api/v1": ("pods", "services", "secrets"),
     "apis/batch/v1": ("jobs",),
-    "apis/jobset.x-k8s.io/v1alpha2": ("jobsets",),
 }
 INDEX = "batch.kubernetes.io/job-completion-index"
 DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -57,27 +55,8 @@ def why_no_pods() -> str:
 
 def validate(body: Object, *, versions: Sequence[str] = (OLDEST, NEWEST)) -> None:
     """Raises an exception for an object that the published schemas refuse, or that has fields they do not know."""
-    if body["kind"] != "JobSet":
-        for version in versions:
-            kubernetes_validate.validate(body, version, strict=True)
-        return
-    model = JobsetV1alpha2JobSet.from_dict(body)
-    assert model is not None
-    if (known := model.to_dict()) != body:
-        raise ValueError(f"unknown fields, or fields of another type: {_difference(body, known)}")
-    for job in body["spec"]["replicatedJobs"]:
-        template = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}
-        validate(template, versions=versions)
-        longest = f"{body['metadata']['name']}-{job['name']}-0-{job['template']['spec']['completions'] - 1}-abcde"
-        if not DNS_LABEL.fullmatch(longest):  # as JobSet's webhook does
-            raise ValueError(f"JobSet name must be shorter: pods would be called {longest}")
-
-
-def _difference(asked: Any, known: Any, path: str = "") -> str:
-    if isinstance(asked, dict) and isinstance(known, dict):
-        found = (_difference(asked[key], known.get(key), f"{path}.{key}") for key in asked)
-        return next(filter(None, found), "")
-    return "" if asked == known else path
+    for version in versions:
+        kubernetes_validate.validate(body, version, strict=True)
 
 
 def now() -> str:
@@ -101,11 +80,10 @@ class KubernetesApi:
         folder: Path,
         *,
         machines: Mapping[str, Mapping[str, int]] | None = None,
-        jobsets: bool = True,
         rules: Sequence[Mapping[str, Sequence[str]]] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder, self.jobsets, self.rules = folder, jobsets, rules
+        self.folder, self.rules = folder, rules
         self.machines = {name: dict(has) for name, has in (machines or {"m1": {}, "m2": {}}).items()}
         self.environment = dict(environment or {})
         self.namespace, self.token = "team", f"token-{uuid.uuid4()}"
@@ -257,8 +235,6 @@ class KubernetesApi:
         while not self._over.wait(TICK_S):
             with self.lock:
                 self._collect_garbage()
-                for jobset in self.select("jobsets", {}):
-                    self._run_jobset(jobset)
                 for job in self.select("jobs", {}):
                     self._run_job(job)
                 if self.names != (names := [*self._dns_names()]):
@@ -275,28 +251,6 @@ class KubernetesApi:
             orphaned = owners and not any(owner["uid"] in uids for owner in owners)
             if orphaned and "deletionTimestamp" not in found["metadata"]:
                 self.delete(plural, found, {})
-
-    def _run_jobset(self, jobset: Object) -> None:
-        name = jobset["metadata"]["name"]
-        if jobset["spec"].get("suspend") or ("services", name) in self.objects:
-            return
-        [replicated] = jobset["spec"]["replicatedJobs"]
-        owner = _owner(jobset)
-        selector = {"jobset.sigs.k8s.io/jobset-name": name}
-        spec = copy.deepcopy(replicated["template"]["spec"])
-        spec["template"]["spec"]["subdomain"] = jobset["spec"]["network"]["subdomain"]
-        spec["template"]["metadata"]["labels"] |= selector
-        labels = {**jobset["metadata"]["labels"], **selector}
-        metadata = {"name": f"{name}-{replicated['name']}-0", "labels": labels, **owner}
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
-        self.create("jobs", job, by_controller=True)
-        service = {"clusterIP": "None", "selector": selector, "publishNotReadyAddresses": True}
-        metadata = {"name": name, "labels": labels, **owner}
-        self.create(
-            "services",
-            {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
-            by_controller=True,
-        )
 
     def _run_job(self, job: Object) -> None:
         """A pod for each index that has had none: backoffLimitPerIndex is 0."""
@@ -622,7 +576,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(401, "Unauthorized")
         path = parts.path.strip("/")
         folder = next((folder for folder in FOLDERS if path == folder or path.startswith(f"{folder}/")), "")
-        if not folder or (folder.startswith("apis/jobset") and not self.api.jobsets):
+        if not folder:
             raise Refused(404, "the server could not find the requested resource")
         words = path.removeprefix(folder).strip("/").split("/")
         if words == [""]:

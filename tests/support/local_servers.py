@@ -32,7 +32,6 @@ class LocalServers:
     def __init__(self, user_folder: UserFolder, *, names_mlflow: bool = False) -> None:
         self.user_folder = user_folder
         self.ports = dict(zip(("prefect", "mlflow"), lasting_ports(2), strict=True))
-        self.mlflow = MlflowClient(self.url("mlflow"))
         self.environment = {"MLFLOW_TRACKING_URI": self.url("mlflow")} if names_mlflow else {}
 
     def url(self, service: str) -> str:
@@ -54,10 +53,31 @@ class LocalServers:
         return (self.user_folder.home / "up" / "prefect_auth").read_text()
 
     @property
+    def mlflow_password(self) -> str:
+        """What MLflow asks for, as user:PASSWORD."""
+        return (self.user_folder.home / "up" / "mlflow_auth").read_text()
+
+    @property
+    def mlflow_uri(self) -> str:
+        """MLflow's address with its password."""
+        return self.url("mlflow").replace("://", f"://{self.mlflow_password}@")
+
+    @property
+    def mlflow(self) -> MlflowClient:
+        return MlflowClient(self.mlflow_uri)
+
+    @property
     def addresses(self) -> dict[str, str]:
         """The environment of a program that uses these servers from elsewhere."""
         prefect = {"PREFECT_API_URL": f"{self.url('prefect')}/api", "PREFECT_API_AUTH_STRING": self.password}
-        return prefect | {"MLFLOW_TRACKING_URI": self.url("mlflow")}
+        return prefect | self.mlflow_address
+
+    @property
+    def mlflow_address(self) -> dict[str, str]:
+        """The environment of a program that uses this MLflow from elsewhere."""
+        user, _, password = self.mlflow_password.partition(":")
+        secrets = {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}
+        return secrets | {"MLFLOW_TRACKING_URI": self.url("mlflow")}
 
     def process(self, service: str) -> psutil.Process | None:
         """Of prefect, mlflow or worker; None if it does not run."""

@@ -129,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
         """One token each, like vLLM's: the one that stops a text is among them."""
         left, ends = body["max_tokens"], {*body["stop_token_ids"]}
         if not body["ignore_eos"]:
-            ends.add(self.server.model.end_id)
+            ends.add(self.server.model.end_ids[0])
         for token in self.server.model._new_ids(list(body["prompt"]), chooser):
             left -= 1
             reason = "stop" if token in ends else None if left else "length"

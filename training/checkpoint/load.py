@@ -5,11 +5,13 @@
         optimizer.safetensors             moments by parameter name, and the step count
         rng-0.safetensors …               torch's generators, per rank
         own-0.safetensors …               what only one rank holds: compression's residuals, if there are any
-        manifest.json                     step, tokens, config hash, size and sha256 of each file; written last
+        manifest.json                     step, tokens, config hash, size and sha256 of each file, its own
+                                          sha256; written last
 
 Several ranks write KIND-00001-of-00004.safetensors …, and KIND.safetensors.index.json says which file has which tensor.
 saver.py writes them, retention.py deletes them; this file finds, checks and loads them. A checkpoint without a
-manifest, or with a wrong hash, is never loaded: the previous one is loaded instead, with a message. No pickle is used.
+manifest, with a wrong hash, or in the folder of another step is never loaded: the previous one is loaded instead, with
+a message. No pickle is used.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.checkpoint.writer import write_index
-from training.node.host_memory import hold, make_run_folder, remove_abandoned
+from training.node.host_memory import check_own, hold, make_run_folder, remove_abandoned
 from training.records.checkpoint import CHECKPOINT_MANIFEST
-from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord, RankShare
+from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord, RankShare, memory_record
 from training.records.plan import RunPlan
-from training.records.record import sha256_config, sha256_file
+from training.records.record import DamagedRecord, sha256_config, sha256_file
 from training.runtime.mesh import timeout
 from training.runtime.process import Rank
 
@@ -65,7 +65,7 @@ class HostMemory:
         try:
             self.run_folder = make_run_folder(memory_dir, plan.run_id)
             self.folder = self.run_folder / self.host
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             hold(self.run_folder)
         except OSError as error:
             raise ValueError(
@@ -82,8 +82,8 @@ class HostMemory:
     def newest(self) -> MemoryRecord | None:
         """Return the checkpoint that the run's record names, even if files of it are lost. Collective."""
         found: list[Any] = [None]
-        if self.rank.rank == 0 and self.record_path.exists():
-            found = [MemoryRecord.read(self.record_path)]
+        if self.rank.rank == 0:
+            found = [memory_record(self.record_path.parent)]
         dist.broadcast_object_list(found, src=0, group=self.group)
         record: MemoryRecord | None = found[0]
         return record
@@ -115,18 +115,14 @@ class HostMemory:
 
     def _verified(self, record: MemoryRecord) -> dict[int, RankShare]:
         """Return the intact shares on this host, by rank; each of its ranks hashes a part of them."""
-        folder, ranks = self.folder / record.name, self.hosts[self.host]
-        paths = sorted(folder.glob("rank-*.json"))[ranks.index(self.rank.rank) :: len(ranks)]
-        shares = (RankShare.read(path) for path in paths)
-        return {share.rank: share for share in shares if self._is_whole(folder, share)}
-
-    def _is_whole(self, folder: Path, share: RankShare) -> bool:
-        for name, file in share.files.items():
-            path, expected = folder / name, file.written
-            if not path.exists() or path.stat().st_size != expected.size_bytes or sha256_file(path) != expected.sha256:
-                logger.warning("%s: the copy of rank %d's %s is damaged", self.host, share.rank, path)
-                return False
-        return True
+        folder, ranks, intact = self.folder / record.name, self.hosts[self.host], dict[int, RankShare]()
+        for path in sorted(folder.glob("rank-*.json"))[ranks.index(self.rank.rank) :: len(ranks)]:
+            try:
+                share = _intact_share(path, record)
+                intact[share.rank] = share
+            except (OSError, DamagedRecord) as error:
+                logger.warning("%s: a copy is not used: %s", self.host, error)
+        return intact
 
     def _fault(self, shares: Mapping[int, RankShare]) -> str | None:
         """Return why this run cannot load a checkpoint from these shares."""
@@ -145,7 +141,7 @@ class HostMemory:
         """Link the files that this host has into the complete checkpoint's folder, and make room for the others."""
         folder = self.whole_folder(record)
         shutil.rmtree(folder, ignore_errors=True)  # from an attempt that was killed
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         try:
             for owner, share in shares.items():
                 for name, file in share.files.items():
@@ -200,6 +196,20 @@ class HostMemory:
             shutil.rmtree(self.folder, ignore_errors=True)
             with suppress(OSError):  # in a container the run's folder is a mount, so it stays, empty
                 self.run_folder.rmdir()
+
+
+def _intact_share(path: Path, record: MemoryRecord) -> RankShare:
+    """Return a rank's share with intact files. Raises OSError or DamagedRecord; another user's are never read."""
+    for parent in (path.parent.parent.parent, path.parent.parent, path.parent, path):
+        check_own(parent)
+    share = RankShare.read(path)
+    if share.checkpoint.step != record.step:
+        raise DamagedRecord(path, f"is of step {share.checkpoint.step}, and the run's record names step {record.step}")
+    for own, written in ((path.with_name(name), file.written) for name, file in share.files.items()):
+        check_own(own)
+        if own.stat().st_size != written.size_bytes or sha256_file(own) != written.sha256:
+            raise DamagedRecord(own, f"is damaged: {path.name} names another size or sha256")
+    return share
 
 
 def make_room(path: Path, size: int) -> None:

@@ -139,6 +139,8 @@ class MemorySaver:
         self._exchange(folder, share, senders)
         for whole in (share, *senders):
             whole.write(folder / f"rank-{whole.rank}.json")
+            for name in (f"rank-{whole.rank}.json", *whole.files):
+                (folder / name).chmod(0o600)  # or another umask would let a group write it
         dist.barrier(group=memory.group)  # all parts exist
         if me == 0:
             try:
@@ -149,7 +151,7 @@ class MemorySaver:
 
     def _write(self, folder: Path, manifest: CheckpointManifest, files: dict[str, dict[str, Tensor]]) -> RankShare:
         """Write this rank's own files."""
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         written = {
             name: write_rank_file(folder / name, tensors, abandoned=self.abandoned) for name, tensors in files.items()
         }

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from training.records.checkpoint import WrittenFile
+from training.records.model_state import open_tensors, weight_map
 
 BLOCK_BYTES = 2**24  # large enough that Python's overhead is small, small enough to stop soon: 10-50 ms
 ALIGNED_BYTES = 4096  # direct writes need whole pages, aligned to pages
@@ -146,7 +146,7 @@ class TensorFiles(Mapping[str, Tensor]):
         self._open: dict[str, Any] = {}
         index, single = folder / index_name(kind), file_name(kind, number=0, of=1)
         if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+            self._file_of = weight_map(index)
         else:
             self._file_of = dict.fromkeys(self._file(single).keys(), single)
 
@@ -162,5 +162,5 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = safe_open(self.folder / name, framework="pt")
+            self._open[name] = open_tensors(self.folder / name, framework="pt")
         return self._open[name]

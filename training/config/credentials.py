@@ -20,14 +20,16 @@ def _any_case(words: str) -> str:
     return re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", words)
 
 
+# The time of each search grows with the text's length, not its square: what is repeated ends where the next URL begins.
 # A password may hold an unquoted `/`, as keys of AWS do: only digits before it are a port. `@sha256:` begins a digest.
 _NAME = r"""[^\s/?#@:"'<>,\[\]{}]"""
-_PASSWORD = rf"""://{_NAME}*:(?!\d*(?:[/?#\s"'<>,;)\]}}]|$))[^\s@]*@(?!sha256:)(?:[^\s/?#"']*@)?"""
+_PASSWORD = rf"""://{_NAME}*:(?!\d*(?:[/?#\s"'<>,;)\]}}]|$))(?:(?!://)[^\s@])*@(?!sha256:)(?:[^\s/?#"']*@)?"""
 _USER = rf"(?:{_any_case('https')}?|{_any_case('s3a')}?)://{_NAME}+@"  # a token; elsewhere a user or a container
 _NAMES = _any_case("signature|authorization|token|secret|passw|credential|key|hmac|jwt")
-_SIGNED = rf"""://[^\s"'<>]*[?&#;](?:{_any_case("sig|pwd|auth")}|[^=&#\s]*(?:{_NAMES})[^=&#\s]*)="""
+_KEY = r"[^=?&#;\s]*"
+_SIGNED = rf"""://(?:(?!://)[^\s"'<>])*[?&#;](?:(?:{_any_case("sig|pwd|auth")})=|(?={_KEY}=){_KEY}(?:{_NAMES}))"""
 _LOGIN, _QUERY = re.compile(f"{_PASSWORD}|{_USER}"), re.compile(_SIGNED)
-_ANY_QUERY = re.compile(r"""(://[^\s"'<>?&#;]*)[?&#;][^\s"'<>]*""")
+_ANY_QUERY = re.compile(r"""(://(?:(?!://)[^\s"'<>?&#;])*)[?&#;][^\s"'<>]*""")
 
 WHERE = "which would be stored with the run and shown"
 # What JSON Schema says of a text: Prefect checks a form by it before anything is stored.

@@ -115,6 +115,7 @@ class TableConfig(Section):
 
 
 SHARDS = "shards:"
+Encodings = str | dict[str, str]
 
 
 class SourceConfig(Section):
@@ -152,7 +153,7 @@ class SourceConfig(Section):
     text_unit: Literal["file", "line", "paragraph"] | None = Field(
         None, description="This source's own data.text_unit."
     )
-    encoding: str | None = Field(None, description="This source's own data.encoding.")
+    encoding: str | dict[str, str] | None = Field(None, description="This source's own data.encoding.")
     hub_config: str | None = Field(None, description="This source's own data.hub_config.")
     hub_revision: str | None = Field(None, description="This source's own data.hub_revision.")
     hub_split: str | None = Field(None, description="This source's own data.hub_split.")
@@ -171,8 +172,8 @@ class SourceConfig(Section):
 
     @field_validator("encoding")
     @classmethod
-    def check_encoding(cls, name: str | None) -> str | None:
-        return None if name is None else known_encoding(name)
+    def check_encoding(cls, given: Encodings | None) -> Encodings | None:
+        return None if given is None else known_encodings(given)
 
     @model_validator(mode="after")
     def check(self) -> SourceConfig:
@@ -209,6 +210,13 @@ class PhaseConfig(Section):
     def first_step(self, steps: int) -> int:
         """Number of steps before this phase, in a run of so many."""
         return self.from_step if self.from_step is not None else round((self.from_share or 0) * steps)
+
+
+def known_encodings(given: Encodings) -> Encodings:
+    """Return the names that Python has for encodings of text. Raises ValueError for one that it has not."""
+    if isinstance(given, str):
+        return known_encoding(given)
+    return {pattern: known_encoding(name) for pattern, name in given.items()}
 
 
 def known_encoding(name: str) -> str:
@@ -303,10 +311,12 @@ class DataConfig(Section):
         "file",
         description="What counts as one document in a plain-text file: the whole file, each line, or each paragraph.",
     )
-    encoding: str = Field(
+    encoding: str | dict[str, str] = Field(
         "utf-8",
-        description="Encoding of text, JSON and CSV files, by its name in Python: utf-8, gb18030, utf-16, "
-        "latin-1. It does not apply to parquet files and Hugging Face data sets.",
+        description="Encoding of text, JSON and CSV files that are not UTF-8, or of the lines in them that are not, by "
+        "its name in Python: gb18030, utf-16, cp1252. What is UTF-8 is read as UTF-8. Or several, by patterns of "
+        'files\' names, of which the first that matches counts: `{"old/*": "cp1252", "*.sjis": "shift_jis"}`. It does '
+        "not apply to parquet files and Hugging Face data sets.",
     )
     hub_config: str = Field("", description="Configuration name of a Hugging Face dataset; empty means its default.")
     hub_revision: str = Field("", description="Commit or tag of a Hugging Face dataset; empty means its newest commit.")
@@ -351,8 +361,8 @@ class DataConfig(Section):
 
     @field_validator("encoding")
     @classmethod
-    def check_encoding(cls, name: str) -> str:
-        return known_encoding(name)
+    def check_encoding(cls, given: Encodings) -> Encodings:
+        return known_encodings(given)
 
     @field_validator("include", "exclude", mode="before")
     @classmethod

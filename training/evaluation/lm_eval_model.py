@@ -193,7 +193,7 @@ class RanksModel(TemplateLM):
             new_tokens=given["max_gen_toks"],
             params=params,
             seeds=[EXAMPLES_SEED] * len(prompts),
-            end_id=self.eot_token_id,
+            end_ids=self.plan.end_ids,
             context=self.max_length,
             device=self.device,
             is_done=lambda ids: any(stop in self._decode(ids) for stop in stops),

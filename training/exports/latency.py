@@ -15,15 +15,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from training.config.export import ExportConfig
 from training.exports.onnx_graphs import Decode, Forward, graph_file, zero_cache
 from training.exports.onnx_session import InPlaceDecoding, empty_past, open_session
 from training.exports.parity import batch_graphs_in, graphs_in
-from training.node.compiler import why_no_compile
 from training.records.plan import RunPlan
 from training.records.results import SERVED, LatencyFigure, LatencyReport
 from training.records.words import counted
 
+BATCHES, LENGTHS = (1, 8), (32, 128)  # of a forward pass; of the text so far where one more token is decoded
 ROUNDS = range(3, 31)  # from the fewest to the most runs of a shape, as its time allows
 
 Graph = Literal["forward", "decode"]
@@ -36,23 +35,19 @@ def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport
     """Measure medians by engine, graph, precision, batch and length, in about export.latency_seconds."""
     bounds, started = plan.config.export, time.perf_counter()
     engines: dict[tuple[str, str], Engine] = {("torch", "fp32"): torch_engine(model)}
-    why = why_not_measured(bounds)
-    if not why:
-        engines["torch.compile", "fp32"] = torch_engine(model, compiled=True)
     kinds = sorted({kind for kind, _ in graphs_in(folder)}, reverse=True)
     for precision in sorted({precision for _, precision in graphs_in(folder)}, reverse=True):
         engines["ONNX Runtime", precision] = onnx_engine(folder, precision)
     for kind, precision in batch_graphs_in(folder):
         engines[SERVED, precision] = in_place_engine(open_session(folder / graph_file(kind, precision)))
-    lengths = sorted({min(length, plan.config.train.context - 1) for length in bounds.latency_lengths})
-    shapes = list(product(kinds, bounds.latency_batches, lengths))
+    lengths = sorted({min(length, plan.config.train.context - 1) for length in LENGTHS})
+    shapes = list(product(kinds, BATCHES, lengths))
     figures: list[LatencyFigure] = []
     for graph, batch, length in shapes:
         figures += in_turns(engines, graph, batch, length, seconds=bounds.latency_seconds / len(shapes))
     return LatencyReport(
         device=f"CPU, {counted(torch.get_num_threads(), 'thread')}",
         figures=tuple(figures),
-        skipped={"torch.compile": why} if why else {},
         seconds=time.perf_counter() - started,
     )
 
@@ -127,13 +122,8 @@ def inputs_of(session: Any, graph: Graph, batch: int, length: int) -> dict[str, 
     }
 
 
-def torch_engine(model: Any, *, compiled: bool = False) -> Engine:
-    modules = {"forward": Forward(model).eval(), "decode": Decode(model).eval()}
-    runs: dict[str, Callable[..., object]] = {
-        # dynamic: one compilation serves all shapes, except batch 1, which gets its own
-        kind: torch.compile(module, dynamic=True) if compiled else module
-        for kind, module in modules.items()
-    }
+def torch_engine(model: Any) -> Engine:
+    modules: dict[Graph, Any] = {"forward": Forward(model).eval(), "decode": Decode(model).eval()}
 
     def engine(graph: Graph, batch: int, length: int) -> Call:
         device = model.device
@@ -148,7 +138,7 @@ def torch_engine(model: Any, *, compiled: bool = False) -> Engine:
 
         def call() -> object:
             with torch.inference_mode():
-                done = runs[graph](*arguments)
+                done = modules[graph](*arguments)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             return done
@@ -156,10 +146,3 @@ def torch_engine(model: Any, *, compiled: bool = False) -> Engine:
         return call
 
     return engine
-
-
-def why_not_measured(bounds: ExportConfig) -> str:
-    """Return the reason why torch.compile is not measured, "" if it is."""
-    if not bounds.latency_compile:
-        return "compilation takes up to a minute: set export.latency_compile=true to measure it"
-    return why_no_compile("cpu")

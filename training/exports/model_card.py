@@ -35,9 +35,9 @@ the model depends on the licence of that corpus.
 
 ## How to load
 ```python
-from transformers import {auto_class}, AutoTokenizer
+from transformers import {auto_class}, PreTrainedTokenizerFast
 
-model, tokenizer = {auto_class}.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+model, tokenizer = {auto_class}.from_pretrained("."), PreTrainedTokenizerFast.from_pretrained(".")
 ```
 {_graphs(plan, folder)}`shardline reproduce {plan.run_id}` trains it again.
 """

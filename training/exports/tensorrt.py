@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.config.export import TensorRTConfig
 from training.records.record import write_atomically
 
+# What engines are tuned for, and most prompts that are read at once: logits of max_batch whole contexts would not fit.
+USUAL_BATCH, USUAL_LENGTH, MAX_PREFILL_BATCH = 1, 128, 8
+WORKSPACE_GIB = 4  # beside the weights
 CURE = "build engines inside the serving image on a machine with a GPU: python -m training.build_engine EXPORT_DIR"
 
 Shape = tuple[int, ...]
@@ -43,20 +45,20 @@ def why_no_tensorrt() -> str:
     return ""
 
 
-def profiles(inputs: dict[str, list[Any]], config: TensorRTConfig, *, context: int) -> list[dict[str, ShapeRange]]:
+def profiles(inputs: dict[str, list[Any]], *, max_batch: int, context: int) -> list[dict[str, ShapeRange]]:
     """Return the optimization profiles of a forward or decode graph: ranges of shapes, by input.
 
     `inputs`: the dimensions of each input: numbers, or names like `past + length`. A decode graph gets two profiles:
     for prompts, few at a time with an empty cache, and for single tokens, many at a time with up to the whole context
     in the cache. One profile for both would reserve memory for max_batch prompts of the whole context and their logits.
     """
-    batches, usual = (1, config.usual_batch, config.max_batch), min(config.usual_length, context)
+    batches, usual = (1, USUAL_BATCH, max_batch), min(USUAL_LENGTH, context)
     texts: dict[str, tuple[int, ...]] = {"batch": batches, "length": (1, usual, context)}
     if "attention_mask" not in inputs:
         return [_ranges(inputs, texts)]
-    few = min(config.max_prefill_batch, config.max_batch)
-    prompts = texts | {"batch": (1, min(config.usual_batch, few), few), "past": (0, 0, 0)}
-    pasts = (0, min(config.usual_length, context - 1), context)
+    few = min(MAX_PREFILL_BATCH, max_batch)
+    prompts = texts | {"batch": (1, USUAL_BATCH, few), "past": (0, 0, 0)}
+    pasts = (0, min(USUAL_LENGTH, context - 1), context)
     return [_ranges(inputs, prompts), _ranges(inputs, {"batch": batches, "length": (1, 1, 1), "past": pasts})]
 
 
@@ -72,9 +74,7 @@ def _ranges(inputs: dict[str, list[Any]], sizes: dict[str, tuple[int, ...]]) -> 
     return {name: ShapeRange(*(shape(dims, at) for at in range(3))) for name, dims in inputs.items()}
 
 
-def build_engine(
-    graph: Path, profiles: Sequence[dict[str, ShapeRange]], config: TensorRTConfig, *, timing_cache: Path
-) -> bytes:
+def build_engine(graph: Path, profiles: Sequence[dict[str, ShapeRange]], *, timing_cache: Path) -> bytes:
     """Return the serialized engine, with an optimization profile for each of `profiles`.
 
     Raises ValueError with TensorRT's own message if the engine cannot be built.
@@ -89,8 +89,7 @@ def build_engine(
         problems = [problem.desc() for problem in map(parser.get_error, range(parser.num_errors))]
         raise ValueError(f"TensorRT {trt.__version__} cannot read {graph.name}: {'; '.join(problems)}")
     settings = builder.create_builder_config()
-    settings.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(config.workspace_gib * 2**30))
-    settings.builder_optimization_level = config.optimization_level
+    settings.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, WORKSPACE_GIB * 2**30)
     settings.clear_flag(trt.BuilderFlag.TF32)  # TF32's 10 bits of fraction would exceed parity's bounds for fp32
     for shapes in profiles:
         ranges = builder.create_optimization_profile()
@@ -105,7 +104,7 @@ def build_engine(
     if plan is None:
         raise ValueError(
             f"TensorRT {trt.__version__} built no engine of {graph.name}; its log above says why. "
-            "If memory ran out, lower tensorrt.max_batch or raise tensorrt.workspace_gib"
+            "If memory ran out, lower tensorrt_max_batch"
         )
     cache = settings.get_timing_cache()
     write_atomically(timing_cache, bytes(cache.serialize()))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
 from pathlib import Path
 
 from tokenizers import Tokenizer, processors
 
+from training.exports.parity import held_out_texts
 from training.records.plan import RunPlan
-from training.records.record import read_fields
-from training.tokenizer.text_encoder import ids_of, tokens_around
-
-OF_LLAMAS = ("add_bos_token", "add_eos_token")  # their class in transformers makes its own post-processor by these
+from training.tokenizer.pretrained import SAMPLES
+from training.tokenizer.text_encoder import TextEncoder, ids_of, tokens_around
 
 
 def copy_tokenizer(plan: RunPlan, folder: Path) -> None:
@@ -33,7 +32,28 @@ def copy_tokenizer(plan: RunPlan, folder: Path) -> None:
         special_tokens=list(zip(added, ids_of(tokenizer, added), strict=True)),
     )
     tokenizer.save(str(file))
-    found = read_fields(folder / "tokenizer_config.json")
-    config = {name: value for name, value in found.items() if name not in OF_LLAMAS}
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def why_others_differ(plan: RunPlan, folder: Path) -> str:
+    """Return which tokens AutoTokenizer, and so vLLM and lm-evaluation-harness, give a text otherwise than training
+    did, and what to do; empty if none. Special tokens in texts are left out: data.tokenizer has its own rule for them.
+    """
+    import transformers
+
+    encoder = TextEncoder(folder, plan.text_encoding.model_dump())
+    behind = ids_of(encoder.tokenizer, tokens_around(encoder.tokenizer)[1])
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # by a class that transformers takes for this type of model
+        return f"cannot open the tokenizer ({error}): load it with PreTrainedTokenizerFast.from_pretrained"
+    windows = [encoder.tokenizer.decode(ids.tolist()) for texts in held_out_texts(plan)[:1] for ids in texts]
+    for text in (*windows, *SAMPLES):
+        with contextlib.suppress(ValueError):  # of a text that the vocabulary lacks
+            if encoder.special_pattern.search(text) or theirs(text)["input_ids"] == [*encoder.encode(text), *behind]:
+                continue
+            return (
+                f"gives other tokens than training had, as of {text[:40]!r}: transformers {transformers.__version__} "
+                f"has {type(theirs).__name__} for this type of model, whatever tokenizer_config.json says: load it "
+                "with PreTrainedTokenizerFast.from_pretrained, and send token IDs to servers that use AutoTokenizer"
+            )
+    return ""

@@ -75,6 +75,12 @@ def types_counting_from_pad() -> frozenset[str]:
     return frozenset(_table()["counts_from_pad"])
 
 
+@functools.cache
+def types_without_heads() -> frozenset[str]:
+    """Return the types of models that have no attention, so that their config.json names no heads."""
+    return frozenset(_table()["without_heads"])
+
+
 def adds_loss(hf: Mapping[str, Any]) -> bool:
     """Return whether a config.json asks for a loss beside cross-entropy, which only a whole model computes."""
     return bool(hf.get("output_router_logits")) or any(value for name, value in hf.items() if "z_loss" in name)

@@ -30,7 +30,7 @@ class DecodingSequence:
     number: int
     ids: list[int]
     tokens_left: int
-    stop_id: int | None
+    stop_ids: tuple[int, ...]
     params: SamplingParams
     generator: np.random.Generator
     is_cached: bool = False
@@ -48,7 +48,7 @@ class DecodingSequence:
             number=request.number,
             ids=list(ids[-context:]),
             tokens_left=request.new_tokens,
-            stop_id=request.stop_id,
+            stop_ids=request.stop_ids,
             params=SamplingParams(request.temperature, request.top_k, request.top_p),
             generator=np.random.default_rng(request.seed),
         )
@@ -96,7 +96,7 @@ class DecodingBatch:
         tokens, ended = [], []
         for sequence, token in zip(sequences, chosen, strict=True):
             sequence.tokens_left -= 1
-            if token == sequence.stop_id:
+            if token in sequence.stop_ids:
                 ended.append(sequence.number)
                 continue
             sequence.append(token, context=self.context)

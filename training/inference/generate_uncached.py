@@ -28,13 +28,13 @@ def continuations(
     new_tokens: int,
     params: SamplingParams,
     seeds: Sequence[int],
-    end_id: int,
+    end_ids: Sequence[int],
     context: int,
     device: torch.device,
     is_done: Callable[[Ids], bool] = lambda new: False,
     together: bool = True,
 ) -> list[Ids]:
-    """Return new tokens for each prompt, before the end token; they are equal in all strategies up to rounding.
+    """Return new tokens for each prompt, before an end token; they are equal in all strategies up to rounding.
 
     Each prompt has its own random generator. Of a text longer than the context, only the last `context` tokens are
     read. A prompt ends early when `is_done` is true of its new tokens. Collective, with the same arguments on all
@@ -47,13 +47,13 @@ def continuations(
         for _ in range(new_tokens):
             if not open_rows:
                 break
-            logits = next_logits(strategy, [rows[n][-context:] for n in open_rows], padding=end_id, device=device)
+            logits = next_logits(strategy, [rows[n][-context:] for n in open_rows], padding=end_ids[0], device=device)
             chosen = choose_tokens(logits, [params] * len(open_rows), [generators[n] for n in open_rows])
             agreed = torch.tensor(chosen, device=device)
             if together:
                 dist.broadcast(agreed, src=0)
             for n, token in zip(list(open_rows), agreed.tolist(), strict=True):
-                if token == end_id:
+                if token in end_ids:
                     open_rows.remove(n)
                     continue
                 rows[n].append(token)

@@ -40,7 +40,7 @@ class Sampler:
             new_tokens=self.new_tokens,
             params=SamplingParams(settings.temperature, settings.top_k, top_p=1.0),
             seeds=self.seeds,
-            end_id=self.plan.end_id,
+            end_ids=self.plan.end_ids,
             context=self.plan.config.train.context,
             device=device,
         )

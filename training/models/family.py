@@ -44,9 +44,12 @@ STYLES: dict[str, dict[str, str]] = {
         "bert.encoder.layer.*.output.dense": "rowwise",
     },
     "apertus": {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
-    "sarvam_moe": {
-        "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    **{
+        name: {
+            "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+            "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+        }
+        for name in ("glm4_moe", "sarvam_moe")
     },
     "apertus1p5_text": {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
 }

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from training.facts.model_config import read_settings
+from training.facts.model_config import WRONG_VALUES, first_line, read_settings
 from training.models import hugging_face
-from training.records.model_state import differences, saved_shapes, weight_files
+from training.records.model_state import differences, open_tensors, saved_shapes, weight_files
 
 logger = logging.getLogger(__name__)
+
 
 # What torch.compile, FSDP 1 and its checkpointing put before the name of each module that they wrap; DDP wraps a whole
 # model. Each pattern is taken off once, so that a compiled model of compiled layers needs the second one twice.
@@ -69,13 +69,27 @@ def check_headers(auto_class: Any, folder: Path) -> None:
     with torch.device("meta"):
         settings = read_settings(folder)
         model = auto_class.from_config(settings, dtype=torch.float32)
+    if model.can_generate():
+        _check_generation(folder)
     there = {"config": model.config, "state_dict": tensors, "device_map": {"": "meta"}}
     _checked(type(model).from_pretrained, folder, None, dtype=torch.float32, **there)
     rows = model.get_input_embeddings().weight
     alike = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight is rows}
     if len(alike & tensors.keys()) > 1:
-        files = [safe_open(path, "pt") for path in weight_files(folder)]
+        files = [open_tensors(path, framework="pt") for path in weight_files(folder)]
         _check_tied({name: file.get_tensor(name) for file in files for name in alike & {*file.keys()}}, folder)
+
+
+def _check_generation(folder: Path) -> None:
+    """Raise ValueError for a generation_config.json that transformers cannot read, which ranks would find later."""
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").exists():
+        return
+    try:
+        GenerationConfig.from_pretrained(folder)
+    except WRONG_VALUES as error:
+        raise ValueError(f"{folder}/generation_config.json has a wrong value: {first_line(error)} Correct it") from None
 
 
 def _check_tied(weights: Mapping[str, torch.Tensor], folder: Path | str) -> None:

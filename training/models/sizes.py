@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import resource
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from training.planner.model_shape import CHOSEN_EXPERTS, attention_among, expert
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
 
+MEMORY_BYTES = 8 * 2**30  # of the process that counts: 0.5 for DeepSeek-V3
 NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 WHOLE = ("replicate", "moe_tp", "mla_kv_a", "local")  # beginnings of the styles that leave parameters whole
@@ -38,7 +40,7 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
     """Return the shape, with counted parameters, of the class that transformers makes of a config."""
     import transformers
 
-    named = {name: getattr(settings, name) for name in NAMES if hasattr(settings, name)}  # some classes compute them
+    named = {name: value for name in NAMES if (value := _value_of(settings, name)) is not None}
     shape = shape_of_hf(settings.to_dict() | named, vocab_size=int(named.get("vocab_size") or 0))
     try:
         with torch.device("meta"):
@@ -51,6 +53,14 @@ def count_model(settings: Any, *, objective: str, where: str = "on meta") -> Mod
         ) from None
     sizes = sizes_of(hf, counted=f"counted {where} with transformers {transformers.__version__}")
     return shape.model_copy(update={"layers": sizes.num_layers, "tied": sizes.tied, "sizes": sizes})
+
+
+def _value_of(settings: Any, name: str) -> Any:
+    """Return a field of a config, which some classes compute; None without it, or if its layers differ in it."""
+    try:
+        return getattr(settings, name, None)
+    except RuntimeError:  # transformers': it is to be read for each layer
+        return None
 
 
 def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
@@ -193,4 +203,5 @@ def main(path: Path, objective: str, node: str = "") -> int:
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # config.json may be a stranger's
     sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

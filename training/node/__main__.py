@@ -225,7 +225,7 @@ class StopOrder:
 
     A thread reads the lease. A file server that hangs blocks only this thread, and the lease becomes stale. A lease's
     age is the time on this host's clock since it was last seen to change, because hosts' clocks differ. The file is
-    opened each time, because NFS answers a stat from its cache for up to 60 s. The heartbeat is touched after each
+    opened each time, because NFS answers a stat from its cache for up to 60 s. The heartbeat is written after each
     check.
     """
 
@@ -267,8 +267,7 @@ class StopOrder:
             if self._task.lease:
                 self._look(Path(self._task.lease))
             if self._task.heartbeat:
-                with suppress(OSError):
-                    Path(self._task.heartbeat).touch()
+                write_heartbeat(Path(self._task.heartbeat))
             time.sleep(LOOK_EVERY_S)
 
     def _look(self, lease: Path) -> None:
@@ -282,6 +281,14 @@ class StopOrder:
         else:
             if seen != self._seen:
                 self._seen, self._seen_at = seen, time.monotonic()
+
+
+def write_heartbeat(path: Path) -> None:
+    """Write the uptime into the file, as infra/heartbeat.py describes it; a full disk leaves the one before."""
+    aside = path.with_name(f".{path.name}")
+    with suppress(OSError):
+        aside.write_bytes(Path("/proc/uptime").read_bytes().partition(b".")[0])
+        aside.replace(path)
 
 
 def _read_secrets(order: StopOrder, *, timeout_s: float) -> dict[str, str]:

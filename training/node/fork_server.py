@@ -42,6 +42,7 @@ from training.records.record import Record
 
 SIBLINGS_S = 1.0  # wait for the other ranks after a failure: the launcher waits 2 s to find the host where it began
 POLL_S = 0.02
+LOOPBACK = "127.0.0.1"
 MOST_WAITING = 4096  # ranks that connect to the store at once; the kernel may allow fewer (net.core.somaxconn)
 KILLED_S = 5.0  # wait until killed ranks are gone; a rank that waits for a dead file server cannot end
 PR_SET_NAME = 15  # linux/prctl.h
@@ -148,11 +149,13 @@ def _is_open(number: str) -> bool:
 def _listener(environment: Mapping[str, str]) -> socket.socket:
     """Open the store's socket before there are ranks, because a refused rank tries again only after 0.3 s and more. The
     store itself has threads, so it starts only after the forks. The socket listens on all addresses, as the store
-    would.
+    would, unless all ranks are on this machine: the store asks nobody for a password.
     """
+    port = int(environment["MASTER_PORT"])
+    if environment["MASTER_ADDR"] == LOOPBACK:
+        return socket.create_server((LOOPBACK, port), backlog=MOST_WAITING)
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    port = int(environment["MASTER_PORT"])
     return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=MOST_WAITING)
 
 

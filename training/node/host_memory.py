@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,9 +29,21 @@ def make_run_folder(memory_dir: Path, run_id: str) -> Path:
         memory_dir.chmod(0o1777)  # like /dev/shm, so that other users' runs can use it
     folder = memory_dir / run_id
     folder.mkdir(mode=0o700, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"uid {os.getuid()} cannot write {folder}, which belongs to uid {folder.stat().st_uid}")
+    check_own(folder)
     return folder
+
+
+def check_own(path: Path) -> None:
+    """Raise PermissionError if another user may have made or changed this file or folder, or if it is a link.
+
+    Every user may write in /dev/shm, also before a run begins.
+    """
+    found, uid = path.lstat(), os.getuid()
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != uid or found.st_mode & 0o022:
+        raise PermissionError(
+            f"{path} has mode {stat.filemode(found.st_mode)} and belongs to uid {found.st_uid}: only uid {uid} may be "
+            "able to write it"
+        )
 
 
 def hold(folder: Path) -> int:

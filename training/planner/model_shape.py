@@ -9,7 +9,7 @@ from typing import Any
 from training.config.data import ASSUMED_VOCAB
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
-from training.facts.families import adds_loss, masked_types, types_counting_from_pad
+from training.facts.families import adds_loss, masked_types, types_counting_from_pad, types_without_heads
 from training.planner.precision import FP8_MULTIPLE
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
 from training.records.plan import ModelShape
@@ -29,6 +29,12 @@ CHOSEN_EXPERTS = (
     "top_k_experts",
     "moe_num_active_primary_experts",
 )
+NUMBERS = re.compile(  # fields of a config.json with one whole number, or one for each layer
+    r"^(vocab_size|hidden_size|n_embd|d_model|dim|intermediate_size|n_inner|d_ff|hidden_dim|decoder_ffn_dim"
+    r"|max_position_embeddings|n_positions|(qk_nope_|qk_rope_|v_)?head_dim|\w*attention_heads|\w*key_value_heads"
+    rf"|n_heads?|num_heads|{'|'.join(CHOSEN_EXPERTS)}|(?P<layers>(num_hidden|decoder|num|n)_layers?))$"
+)
+MOST_LAYERS, MOST = 10_000, 10**9  # a class is built with all its layers to count it
 ATTENTION = re.compile(r"(?<!linear_)(attn|attention)")
 QUERIES = re.compile(r"(?!.*linear)(.*\.)(q_proj|k_proj|qkv)\.")
 COUNT_FROM_PAD_ID = 1  # the pad token's ID of these classes, where config.json names none
@@ -151,6 +157,24 @@ def check_kind(model: ModelConfig, model_type: str) -> None:
         )
 
 
+def check_numbers(hf: Mapping[str, Any]) -> None:
+    """Raise ValueError for a config.json that has no such number where a number belongs, so that all may read it."""
+    if not isinstance(hf.get("model_type", ""), str):
+        raise ValueError(f"the model's config.json has model_type = {str(hf['model_type'])[:80]}: a name belongs there")
+    for name, value in hf.items():
+        if isinstance(value, Mapping) and name.endswith("text_config"):
+            check_numbers(value)
+        if not (found := NUMBERS.match(name)) or value is None:
+            continue
+        most = MOST_LAYERS if found["layers"] else MOST
+        for number in value if isinstance(value, list) else [value]:
+            is_whole = isinstance(number, (int, float)) and not isinstance(number, bool) and number % 1 == 0
+            if number is not None and not (is_whole and 0 <= number <= most):
+                raise ValueError(
+                    f"the model's config.json has {name} = {str(value)[:80]}: whole numbers up to {most:,} belong there"
+                )
+
+
 def _check_dropout(model: ModelConfig, hf: Mapping[str, Any]) -> None:
     if model.dropout and not dropout_fields(hf):
         kind = hf.get("model_type", "unknown")
@@ -180,6 +204,7 @@ def default_mlp_width(model: ModelConfig) -> int:
 
 def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
     """Return the shape that a Hugging Face config.json describes, not counted. `context` 0: it names no limit."""
+    check_numbers(hf)
     kind = hf.get("model_type", "unknown")
 
     def first(*names: str) -> int:
@@ -196,7 +221,8 @@ def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int) -> ModelShape:
         return int(max(found) if isinstance(found, list) else found)  # of each layer: the widest
 
     width = first("hidden_size", "n_embd", "d_model", "dim")
-    heads = first("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
+    heads_fields = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
+    heads = 1 if kind in types_without_heads() else first(*heads_fields)
     mlp_fields = ("intermediate_size", "n_inner", "d_ff", "hidden_dim", "decoder_ffn_dim")
     return ModelShape(
         architecture=str(kind),
@@ -254,9 +280,18 @@ def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping
     if config.model.init == "pretrained" and hf_config:
         theirs = int(hf_config.get("vocab_size", 0))
         if ours > theirs:
-            raise ValueError(
-                f"the tokenizer has {ours} tokens, the pretrained model only {theirs}: use the model's own tokenizer, "
-                f"data.tokenizer.kind=pretrained data.tokenizer.path={config.model.path}"
-            )
+            is_own = tokenizer.kind == "pretrained" and tokenizer.path == config.model.path
+            own = f"the model's own tokenizer, data.tokenizer.kind=pretrained data.tokenizer.path={config.model.path}"
+            cure = rows_cure(ours) if is_own else f"use {own}; if it is, {rows_cure(ours)}"
+            raise ValueError(f"the tokenizer has {ours:,} tokens, the embedding of the model {theirs:,} rows: {cure}")
         return theirs
     return ours or ASSUMED_VOCAB[tokenizer.kind]
+
+
+def rows_cure(tokens: int) -> str:
+    """Return what to do about a tokenizer of so many tokens, which are more than its model's embedding has rows."""
+    return (
+        "take the tokens without a row out of the tokenizer's files, or give them rows: load the model with "
+        f"transformers, call resize_token_embeddings({tokens}) and save_pretrained(FOLDER), and give that folder, with "
+        "the tokenizer's files in it"
+    )

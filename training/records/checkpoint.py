@@ -8,21 +8,25 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from training.config.parallel import Stages
 from training.config.run import RunConfig
+from training.facts.placed import FileName
 from training.records.left_out import SpikeState
-from training.records.record import Record, sha256_file
+from training.records.record import DamagedRecord, Record, SealedRecord, sha256_file
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_MANIFEST = "manifest.json"
 KEEP = "keep"
+STEP = re.compile(r"\d{8,}")  # the name of a checkpoint's folder
+FOLDER = re.compile(rf"\.?({STEP.pattern})(?:\.part|-[0-9a-f]{{8}}(?:\.whole)?)?")  # a part of one, or one in memory
 
 
 class WrittenFile(Record):
@@ -38,7 +42,7 @@ class RankFile(Record):
     tensor_bytes: int
 
 
-class CheckpointManifest(Record):
+class CheckpointManifest(SealedRecord):
     """The record of a checkpoint: its step, its layout, and the hash of each file.
 
     `mesh`, `stages`, `sequence_parallel`: as in RankPlan, what each rank had of the model. `val_loss`: nats per token
@@ -58,7 +62,16 @@ class CheckpointManifest(Record):
     val_loss: float | None
     micro_batches: tuple[int, ...] = ()
     spikes: SpikeState = SpikeState()
-    files: dict[str, WrittenFile]
+    files: dict[FileName, WrittenFile]
+
+    @classmethod
+    def parse(cls, content: bytes, *, where: Path | str) -> Self:
+        """Also raises DamagedRecord if the folder of the manifest has the name of another step."""
+        manifest, name = super().parse(content, where=where), str(where).split("/")[-2:][0]
+        named = FOLDER.fullmatch(name)
+        if named and int(named[1]) != manifest.step:
+            raise DamagedRecord(where, f"is of step {manifest.step}, and lies in the folder {name}: it was moved")
+        return manifest
 
     def was_trained_on(self, steps: Iterable[int]) -> bool:
         """Return whether its weights have seen the batch of one of these steps."""
@@ -71,7 +84,9 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
 
 def finished_checkpoints(run_dir: Path) -> list[Path]:
     """Return the published checkpoints, oldest first; their files are not verified yet."""
-    return sorted(path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.is_dir())
+    return sorted(
+        path for path in (run_dir / "checkpoints").glob("[0-9]*") if STEP.fullmatch(path.name) and path.is_dir()
+    )
 
 
 def averaged_steps(whole: Sequence[CheckpointManifest], config: RunConfig) -> tuple[int, ...]:
@@ -130,12 +145,12 @@ def damage(
     `only`: files whose names begin with this. part, of_parts: hash a part of them, so that several processes share the
     work.
     """
-    if not (folder / CHECKPOINT_MANIFEST).exists():
-        return "manifest.json is missing"
     try:
         named = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST).files
-    except ValueError:
-        return "manifest.json is not a manifest"
+    except FileNotFoundError:
+        return "manifest.json is missing"
+    except DamagedRecord as error:
+        return error.problem.removeprefix(f"{folder}/")
     files = {name: expected for name, expected in named.items() if name.startswith(only)}
     for name, expected in files.items():
         if not (folder / name).exists():

@@ -37,7 +37,7 @@ class DecodePlan(Record):
 
 
 class DecodeRequest(Record):
-    """A request for the text after `ids`; `stop_id`: the token that ends it."""
+    """A request for the text after `ids`; `stop_ids`: the tokens that end it."""
 
     kind: Literal["request"] = "request"
     number: int
@@ -47,7 +47,7 @@ class DecodeRequest(Record):
     top_k: int
     top_p: float
     seed: int
-    stop_id: int | None
+    stop_ids: tuple[int, ...]
 
 
 class CancelRequest(Record):

@@ -5,15 +5,19 @@ training/checkpoint makes and loads them; this file needs no torch.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
-from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, RankFile
-from training.records.record import Record
+from training.facts.placed import FileName
+from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, RankFile, finished_checkpoints
+from training.records.record import DamagedRecord, SealedRecord
+
+logger = logging.getLogger(__name__)
 
 MEMORY_RECORD = "memory_checkpoint.json"
 
 
-class MemoryRecord(Record):
+class MemoryRecord(SealedRecord):
     """runs/ID/memory_checkpoint.json: the newest checkpoint that was complete in the memory of the run's hosts.
 
     The first rank writes it once all ranks have their copies, and no other copy is ever loaded: a host that comes back
@@ -22,19 +26,29 @@ class MemoryRecord(Record):
     """
 
     step: int
-    name: str
+    name: FileName
 
 
-class RankShare(Record):
+class RankShare(SealedRecord):
     """rank-N.json beside a rank's files on a host: one rank's part of a checkpoint; written after all its files."""
 
     rank: int
     checkpoint: CheckpointManifest  # the manifest of the complete checkpoint, without file names
-    files: dict[str, RankFile]
+    files: dict[FileName, RankFile]
+
+
+def memory_record(run_dir: Path) -> MemoryRecord | None:
+    """Return the record of the copy in the hosts' memory; None, with a warning, if it is damaged."""
+    path = run_dir / MEMORY_RECORD
+    try:
+        return MemoryRecord.read(path) if path.exists() else None
+    except DamagedRecord as error:
+        logger.warning("the copy in the hosts' memory is not used: %s", error.problem)
+        return None
 
 
 def newest_step(run_dir: Path) -> int:
     """Return the step of the newest checkpoint, on disk or in the memory of the run's hosts; 0 without one."""
-    steps = [int(path.parent.name) for path in (run_dir / "checkpoints").glob(f"[0-9]*/{CHECKPOINT_MANIFEST}")]
-    path = run_dir / MEMORY_RECORD
-    return max([0, *steps, *([MemoryRecord.read(path).step] if path.exists() else [])])
+    steps = [int(path.name) for path in finished_checkpoints(run_dir) if (path / CHECKPOINT_MANIFEST).exists()]
+    in_memory = memory_record(run_dir)
+    return max([0, *steps, *([in_memory.step] if in_memory else [])])

@@ -6,20 +6,23 @@ the registry and in a server.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from training.facts.placed import safe_name
+from training.records.record import DamagedRecord, check_regular, read_fields
 from training.records.results import ExportedModel
 
 logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, Sequence[int]]  # of a state's tensors, by name
 INTEGER = re.compile(r"[IU]\d")  # safetensors' names of data types
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+COPY_AGAIN = "copy it again"
 SHOWN = 12  # names in a message; of more, those that differ only in their layer or expert are one pattern
 WITHOUT_BUFFERS = ("llama", "gpt2", "bert")  # model types for which what older versions saved was the whole state
 
@@ -55,7 +58,7 @@ def check_export(folder: Path, exported: ExportedModel) -> None:
     if exported.tensors:
         cure = "restore the folder, or delete it and export again with `shardline resume RUN`"
         return check_state(saved_shapes(folder), exported.tensors, where=str(folder), cure=cure)
-    kind = json.loads((folder / "config.json").read_bytes()).get("model_type", "unknown")
+    kind = read_fields(folder / "config.json").get("model_type", "unknown")
     if kind not in WITHOUT_BUFFERS:
         logger.warning(
             "%s was exported by an older version of Shardline, which left a model's persistent buffers out; if its "
@@ -68,42 +71,58 @@ def check_export(folder: Path, exported: ExportedModel) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of a Hugging Face folder's weights. Raises ValueError if there are none."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
         return [single]
     if not index.is_file():
         raise ValueError(f"{folder} has neither {single.name} nor {index.name}: give the folder of a whole model")
-    return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    return [folder / name for name in sorted({*weight_map(index).values()})]
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Return tensor -> file by an index of safetensors files. Raises ValueError for one that names files elsewhere."""
+    found = read_fields(index)["weight_map"]
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise DamagedRecord(index, "is damaged (`weight_map` does not name a file for each tensor)", cure=COPY_AGAIN)
+    for name in {*found.values()}:
+        if "/" in safe_name(name, source=str(index)):
+            raise ValueError(f"{index} names the file {name!r}, in a folder of its own: put it beside the index")
+    return found
+
+
+def open_tensors(path: Path, *, framework: str = "np") -> Any:
+    """Open a safetensors file. Raises ValueError, with the reason, for any other; FileNotFoundError for none."""
+    from safetensors import SafetensorError, safe_open
+
+    check_regular(path)
+    try:
+        return safe_open(path, framework)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors ({error}): {COPY_AGAIN}") from None
 
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a Hugging Face folder, from the headers of its safetensors files.
 
-    Raises ValueError if there are no such files, or one of them is none, or ends early, or has weights in integers.
+    Raises ValueError if there are no such files, or one of them is none, or ends early, or has weights in integers, or
+    lacks a tensor that the index names.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in weight_files(folder):
-        try:
-            with path.open("rb") as file:
-                length, most = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
-                header = json.loads(file.read(min(length, most)))  # what is no such file may claim any length
-            header.pop("__metadata__", None)
-            whole = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            if most < whole:
-                raise ValueError(f"it ends after {most:,} of {whole:,} bytes")
-            shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in header.items()}
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{path} cannot be read as safetensors ({type(error).__name__}: {error}): copy it again"
-            ) from None
-        rounded = (
-            tensor for tensor, entry in header.items() if tensor.endswith(".weight") and INTEGER.match(entry["dtype"])
-        )
-        if tensor := next(rounded, None):
-            raise ValueError(
-                f"{path} has integers in {tensor} ({header[tensor]['dtype']}): quantized weights, whose "
-                "scales are unknown here: give the model that they were made of"
-            )
+    for path in (files := weight_files(folder)):
+        if not path.exists():
+            raise ValueError(f"{path} is missing, which the index beside it names: {COPY_AGAIN}")
+        with open_tensors(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                entry = file.get_slice(name)
+                if name.endswith(".weight") and INTEGER.match(entry.get_dtype()):
+                    raise ValueError(
+                        f"{path} has integers in {name} ({entry.get_dtype()}): quantized weights, whose scales are "
+                        "unknown here: give the model that they were made of"
+                    )
+                shapes[name] = tuple(entry.get_shape())
+    index = folder / INDEX
+    if files != [folder / SINGLE] and (missing := weight_map(index).keys() - shapes.keys()):
+        raise ValueError(f"{index} names {listed(missing)}, which its files do not have: {COPY_AGAIN}")
     return shapes
 
 

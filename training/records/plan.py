@@ -266,6 +266,8 @@ class RankPlan(Record):
     `rebalance` lets the micro-batches change while training goes on. `compiled`: whether layers are compiled.
     `local_copies`: of models that are named by URLs.
     `text_encoding`: how text becomes tokens, in the shards and everywhere else.
+    `generation_config`: what generation_config.json of a pretrained model says; `more_ends`: the tokens that end a text
+    of it beside the end token of documents.
     `precision`: of matrix products; `precisions`: by replica, where they differ, and then the former is the weakest.
     """
 
@@ -298,6 +300,8 @@ class RankPlan(Record):
     precision: Precision
     precisions: tuple[Precision, ...] = ()
     local_copies: dict[str, str] = Field(default_factory=dict)
+    generation_config: dict[str, Any] = Field(default_factory=dict)
+    more_ends: tuple[int, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -312,6 +316,11 @@ class RankPlan(Record):
     def local(self, path: str) -> str:
         """A path of the config as ranks open it."""
         return self.local_copies.get(path, path)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a generated text; the first one ends documents."""
+        return (self.end_id, *self.more_ends)
 
     @property
     def world_size(self) -> int:

@@ -9,12 +9,15 @@ import hashlib
 import json
 import os
 import platform
+import stat
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from training.config.credentials import RECORD
+
+MOST_FIELDS_BYTES = 64 * 2**20  # of JSON that may be a stranger's: Python's objects take up to 20 times as much
 
 
 class DamagedRecord(ValueError):
@@ -23,12 +26,12 @@ class DamagedRecord(ValueError):
     `problem`: the message without the cure, for callers who have another.
     """
 
-    def __init__(self, path: Path, why: str, *, cure: str = "restore it from a copy, or move it away") -> None:
+    def __init__(self, path: Path | str, why: str, *, cure: str = "restore it from a copy, or move it away") -> None:
         self.problem = f"{path} {why}"
         super().__init__(f"{self.problem}: {cure}")
 
     @classmethod
-    def of(cls, path: Path, error: ValidationError) -> Self:
+    def of(cls, path: Path | str, error: ValidationError) -> Self:
         """Describe what does not fit first. A field that is not known here is of a later version."""
         problems = error.errors(include_input=False, include_url=False)
         unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
@@ -45,15 +48,46 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def write(self, path: Path) -> None:
-        write_atomically(path, self.model_dump_json(indent=2) + "\n")
+        write_atomically(path, self.content())
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read the record. Raises DamagedRecord, or FileNotFoundError."""
+        return cls.parse(_content(path), where=path)
+
+    def content(self) -> bytes:
+        """Return the bytes of the record's file."""
+        return f"{self.model_dump_json(indent=2)}\n".encode()
+
+    @classmethod
+    def parse(cls, content: bytes, *, where: Path | str) -> Self:
+        """Return the record in the content of a file. Raises DamagedRecord, which names the file or URL `where`."""
         try:
-            return cls.model_validate_json(_content(path), context=RECORD)
+            return cls.model_validate_json(content, context=RECORD)
         except ValidationError as error:
-            raise DamagedRecord.of(path, error) from None
+            raise DamagedRecord.of(where, error) from None
+
+
+class SealedRecord(Record):
+    """A record whose file ends in the sha256 of all bytes before it, so that no change of a byte goes unseen."""
+
+    def content(self) -> bytes:
+        body = super().content().removesuffix(b"\n}\n")
+        return body + _seal(body)
+
+    @classmethod
+    def parse(cls, content: bytes, *, where: Path | str) -> Self:
+        body, separator, rest = content.rpartition(SEAL)
+        if separator + rest != _seal(body):
+            raise DamagedRecord(where, "was changed after it was written: its content has another sha256 than it says")
+        return super().parse(body + b"\n}\n", where=where)
+
+
+SEAL = b',\n  "sha256": "'
+
+
+def _seal(body: bytes) -> bytes:
+    return SEAL + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 class Fields(dict[str, Any]):
@@ -70,11 +104,14 @@ class Fields(dict[str, Any]):
 def read_fields(path: Path) -> Fields:
     """Read the object in a JSON file without its types, so that it may be of any version, or not a record.
 
-    Raises DamagedRecord, or FileNotFoundError.
+    Raises DamagedRecord, also for a file that is too large or nested too deeply, or names a field twice; or
+    FileNotFoundError.
     """
-    content = _content(path)
+    content = _content(path, most_bytes=MOST_FIELDS_BYTES)
     try:
-        found = json.loads(content)
+        found = json.loads(content, object_pairs_hook=_without_repetition)
+    except RecursionError:
+        raise DamagedRecord(path, "is damaged (it is nested too deeply)") from None
     except ValueError as error:
         raise DamagedRecord(path, f"is damaged ({error})") from None
     if not isinstance(found, dict):
@@ -82,10 +119,38 @@ def read_fields(path: Path) -> Fields:
     return Fields(path, found)
 
 
-def _content(path: Path) -> bytes:
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has `{max(names, key=names.count)[:100]}` twice, of which readers take one or the other")
+    return found
+
+
+def check_regular(path: Path, *, most_bytes: int | None = None) -> None:
+    """Raise DamagedRecord for what is no file: a pipe would be waited for; and for a file that is too large.
+
+    Raises FileNotFoundError if there is none.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DamagedRecord(path, f"cannot be read ({error.strerror})") from None
+    if stat.S_ISDIR(status.st_mode):
+        raise DamagedRecord(path, "cannot be read (Is a directory)")
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedRecord(path, "is a pipe, a socket or a device, not a file")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise DamagedRecord(path, f"has {status.st_size:,} bytes, more than {most_bytes:,}")
+
+
+def _content(path: Path, *, most_bytes: int | None = None) -> bytes:
+    check_regular(path, most_bytes=most_bytes)
     try:
         content = path.read_bytes()
-    except (IsADirectoryError, PermissionError) as error:
+    except PermissionError as error:
         raise DamagedRecord(path, f"cannot be read ({error.strerror})") from None
     if not content.strip(b"\0 \n"):  # zeros: what some file systems leave of a file after a power cut
         raise DamagedRecord(path, "is empty")
@@ -111,6 +176,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def sha256_file(path: Path) -> str:
+    check_regular(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from training.facts.placed import FileName
 from training.records.record import Record
 from training.records.text_encoding import TextEncoding
 
@@ -195,7 +196,6 @@ class LatencyReport(Record):
 
     device: str
     figures: tuple[LatencyFigure, ...]
-    skipped: dict[str, str]  # engine -> why it has no figures
     seconds: float
 
     def served_ms(self, precision: str) -> float | None:
@@ -229,6 +229,7 @@ class ExportedModel(Record):
     """export/: model.safetensors, config.json, tokenizer, generation_config.json, ONNX graphs; sha256 by name.
 
     averaged_steps: of the checkpoints whose average it is, by train.average; empty: it is the checkpoint's own weights.
+    end_ids: the tokens that end a generated text; end_id alone ends documents.
     tensors: the shapes of the model's state by name; empty in records of older versions, which left buffers out.
     text_encoding: how text becomes tokens; None in records of older versions, to which all were special.
     """
@@ -239,11 +240,12 @@ class ExportedModel(Record):
     objective: Literal["causal", "masked"]
     context: int
     end_id: int
+    end_ids: tuple[int, ...] = ()
     text_encoding: TextEncoding | None = None
-    files: dict[str, str]
+    files: dict[FileName, str]
     tensors: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     parity: ParityReport
-    skipped: dict[str, str]  # what could not be made, and why
+    skipped: dict[str, str]  # what could not be made or was not carried over, and why
 
     @property
     def formats(self) -> str:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from training.records.cures import Cure
 from training.records.record import Record
 from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.records.words import counted
 
+SHARD_NAME = r"^(\.\./[\w.-]*\w[\w.-]*/)?(train|validation)/[0-9-]+$"  # a mixture's lie in the folders beside it
 LOST_SHARE = 0.001  # of the characters; more is a warning
 SKIPPED_SHARE = 0.01  # of the bytes; more is a warning
 FILES_KEPT = 10  # in the manifest, of those in which text was skipped
 FILES_NAMED = 5
+GARBLED_SHARE = 0.0001
+FOLD = 3  # more or less of the text than is asked for is a warning
 
 
 class SourceFile(Record):
@@ -41,7 +45,7 @@ class Shard(Record):
     None for train shards and in older folders.
     """
 
-    name: str
+    name: Annotated[str, Field(pattern=SHARD_NAME)]
     split: Literal["train", "validation"]
     tokens: int
     documents: int
@@ -100,7 +104,7 @@ class Ledger(Record):
     `nul_characters` and `lost_characters` among them: for a lost one the tokenizer has nothing, or only its unknown
     token (white space between words does not count). `unknown_tokens`: how often it gave that token.
     `special_as_tokens`, `special_as_text`: how often the text holds special tokens that were encoded as such, and as
-    text.
+    text. `garbled`: places that seem to have been read in a wrong encoding.
     """
 
     repeated: int = 0
@@ -110,6 +114,7 @@ class Ledger(Record):
     skipped_files: int = 0
     characters: int = 0
     nul_characters: int = 0
+    garbled: int = 0
     lost_characters: int = 0
     unknown_tokens: int = 0
     special_as_tokens: int = 0
@@ -131,6 +136,7 @@ class FinishedChunk(Ledger):
     shards: tuple[Shard, ...]
     skipped_examples: tuple[SkippedDocument, ...] = ()
     bytes_by_file: dict[str, int] = Field(default_factory=dict)
+    garbled_example: SkippedDocument | None = None
 
 
 class TokenShards(Ledger):
@@ -139,7 +145,8 @@ class TokenShards(Ledger):
     `parts`: the names of a mixture's sources, in order; its shards lie in the folders of the sources, beside this one.
     `largest_skipped`: the files of which most was skipped, FILES_KEPT at most.
     `left_out`: the files that were not read. `hints`: sentences about files that may be meant otherwise.
-    `text_encoding`: None in shards of older versions, whose rule is none.
+    `text_encoding`: None in shards of older versions, whose rule is none. `asked_fraction`: how much of the text was to
+    be held out, if whole documents are; otherwise 0. `garbled_example`: characters and the place of the first.
     """
 
     fingerprint: str
@@ -156,6 +163,8 @@ class TokenShards(Ledger):
     shards: tuple[Shard, ...]
     skipped_examples: tuple[str, ...]
     largest_skipped: tuple[SkippedFile, ...] = ()
+    garbled_example: str = ""
+    asked_fraction: float = 0.0
     left_out: tuple[LeftOut, ...] = ()
     hints: tuple[str, ...] = ()
 
@@ -197,9 +206,10 @@ class TokenShards(Ledger):
         yield from files_left_out(self.left_out, read_bytes=file_bytes)
         yield from self._documents_left_out(read, read_bytes or file_bytes)
         yield from characters_lost(self, read=read)
+        yield from garbled_text(self, self.garbled_example, read=read)
         for line in self.special_tokens_lines():
             yield line, True
-        for hint in self.hints:
+        for hint in (*self.hints, *self.split_hints()):
             yield f"text: {hint}", True
 
     def _documents_left_out(self, read: str, read_bytes: int) -> Iterator[tuple[str, bool]]:
@@ -227,6 +237,11 @@ class TokenShards(Ledger):
             f"{', '.join(names)}; the first: {'; '.join(self.skipped_examples[:3])}"
         )
         return line, share > SKIPPED_SHARE
+
+    def split_hints(self) -> list[str]:
+        """Return that the parts differ from what was asked for, if they do."""
+        held_out, train = self.text_bytes("validation"), self.text_bytes("train")
+        return unlike_parts(held_out, held_out + train, asked=self.asked_fraction)
 
     def special_tokens_lines(self) -> list[str]:
         """Return a sentence about the special tokens that the text holds, if it does."""
@@ -269,6 +284,31 @@ def largest_files(bytes_by_file: Mapping[str, int]) -> tuple[SkippedFile, ...]:
     """Return the files of which most was skipped, the largest first."""
     order = sorted(bytes_by_file.items(), key=lambda each: (-each[1], each[0]))
     return tuple(SkippedFile(name=name, num_bytes=num_bytes) for name, num_bytes in order[:FILES_KEPT])
+
+
+def garbled_text(ledger: Ledger, example: str, *, read: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield a sentence, if text seems to have been read in a wrong encoding, and whether it is a warning.
+
+    `read`: words for the part of the text that the counts are of.
+    """
+    if ledger.garbled:
+        places = counted(ledger.garbled, "place")
+        yield (
+            f"text: {read}{places} of the text look as if they had been read in a wrong encoding, such as {example}: "
+            f"{Cure.MEND}",
+            ledger.garbled > GARBLED_SHARE * ledger.characters,
+        )
+
+
+def unlike_parts(held_out: int, whole: int, *, asked: float) -> list[str]:
+    """Return that the text that is held out is threefold what was asked for, or a third of it; empty if it is not."""
+    share = held_out / max(1, whole)
+    if not asked or not whole or asked / FOLD <= share <= FOLD * asked:
+        return []
+    return [
+        f"{share:.2%} of the text is held out, and data.validation_fraction asks for {asked:.2%}: documents are few "
+        f"or of unlike lengths; {Cure.TAIL} to cut by characters"
+    ]
 
 
 def files_left_out(left_out: Iterable[LeftOut], *, read_bytes: int) -> Iterator[tuple[str, bool]]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from training.config.launch import Cause
+from training.facts.placed import FileName
 from training.records.record import Record, read_fields, with_matmul_share
 
 StoppedBy = Literal["steps", "signal", "hours", "early stop"]
@@ -51,7 +52,7 @@ class TrainResult(Record):
     skipped_steps: int
     spikes: tuple[int, ...] = ()
     left_out: tuple[int, ...] = ()
-    checkpoint: str
+    checkpoint: FileName
     checkpoint_sha256: str
     stopped_by: StoppedBy
     train_s: float

@@ -24,6 +24,11 @@ def is_url(path: str) -> bool:
     return path.partition("://")[0] in SCHEMES and "://" in path
 
 
+def is_web(url: str) -> bool:
+    """Whether pages list what lies below a URL, whatever they like, and not a store."""
+    return url.partition("://")[0] in {"http", "https"}
+
+
 def check_url(url: str, *, field: str) -> None:
     """Raise ValueError for a URL with credentials in it, or whose library is not installed."""
     if problem := problem_of(url):

@@ -52,14 +52,18 @@ class Held:
         return tuple(sorted(rank for row in self.parts.holders for rank in row))
 
     @functools.cached_property
-    def one(self) -> torch.Size:
-        """The shape [number, rows, columns] of its matrices."""
-        return self.matrix.apart(torch.empty(self.parts.shape, device="meta")).shape
+    def shapes(self) -> list[torch.Size]:
+        """The shapes [number, rows, columns] of its matrices, part by part."""
+        return [part.shape for part in self.matrix.apart(torch.empty(self.parts.shape, device="meta"))]
 
     @property
     def flops(self) -> float:
-        number, rows, columns = self.one
-        return number * newton_schulz_flops(rows, columns)
+        return sum(number * newton_schulz_flops(rows, columns) for number, rows, columns in self.shapes)
+
+    @property
+    def longest(self) -> int:
+        """The longest side of all its matrices, by which updates are scaled."""
+        return max(max(shape[1:]) for shape in self.shapes)
 
     def place(self, rank: int) -> int:
         """Return which of the parts a rank holds."""
@@ -98,7 +102,7 @@ class Muon(torch.optim.AdamW):
         own = {parameter: self._direction(parameter) for parameter in self.held if parameter.grad is not None}
         for parameter, update in self._orthogonalized(own).items():
             rate, decay = group_of[parameter]["lr"], group_of[parameter]["weight_decay"]
-            adjusted = rate * RMS * math.sqrt(max(self.held[parameter].one[1:]))
+            adjusted = rate * RMS * math.sqrt(self.held[parameter].longest)
             own_part(parameter.detach()).mul_(1 - rate * decay).add_(update, alpha=-adjusted)
             parameter.grad = None
         super().step()
@@ -121,7 +125,11 @@ class Muon(torch.optim.AdamW):
 
     @staticmethod
     def _whole_update(held: Held, whole: Tensor) -> Tensor:
-        return held.matrix.joined(orthogonalized(held.matrix.apart(whole)), whole.shape)
+        updates = [orthogonalized(part) for part in held.matrix.apart(whole)]
+        for update in updates:  # the step scales by the longest side of all
+            if (longest := max(update.shape[1:])) < held.longest:
+                update.mul_(math.sqrt(longest / held.longest))
+        return held.matrix.joined(updates, whole.shape)
 
     def _gathered(self, own: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return whole those parameters' momenta that this rank orthogonalizes."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from training.config.train import TrainConfig
+from training.models.hidden_matrices import NO_MATRIX
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the names of AdamW's state tensors
 
 
-def parameter_groups(parameters: Sequence[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's groups: weight decay on matrices, none on biases and norms (fewer than 2 dimensions)."""
+def parameter_groups(parameters: Mapping[str, nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
+    """Return AdamW's groups: weight decay on matrices, none on biases and norms, however many dimensions they have."""
+    matrices = {name for name, p in parameters.items() if p.dim() >= 2 and not NO_MATRIX.search(name)}
     return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in parameters.items() if name in matrices], "weight_decay": weight_decay},
+        {"params": [p for name, p in parameters.items() if name not in matrices], "weight_decay": 0.0},
     ]
 
 
@@ -26,7 +28,7 @@ def build_adamw(
     train: TrainConfig,
     *,
     fused: bool,
-    shards: Sequence[nn.Parameter] | None = None,
+    shards: Mapping[str, nn.Parameter] | None = None,
     build: Callable[..., torch.optim.AdamW] = torch.optim.AdamW,
 ) -> torch.optim.AdamW:
     """Return AdamW for the trainable parameters; for a model in eval mode, one without parameters.
@@ -34,7 +36,7 @@ def build_adamw(
     `shards`: shards of these parameters, which are updated instead. `build`: makes it of groups and AdamW's arguments.
     Raises ValueError if there is nothing to train.
     """
-    trained = [p for p in model.parameters() if p.requires_grad] if shards is None else shards
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad} if shards is None else shards
     groups = [group for group in parameter_groups(trained, weight_decay=train.weight_decay) if group["params"]]
     if not model.training:
         return torch.optim.AdamW([{"params": []}])

@@ -75,7 +75,7 @@ class TorchStrategy:
             self.trained = self.sharded.shards
         self.parameters = list(self.trained.values())
         self.held = self._hidden_matrices() if train.optimizer == "muon" and model.training else {}
-        self.optimizer = build_adamw(model, train, fused=True, shards=self.parameters, build=self._builder(plan))
+        self.optimizer = build_adamw(model, train, fused=True, shards=self.trained, build=self._builder(plan))
         self.exchanged_bytes = self.optimizer.sent_bytes if isinstance(self.optimizer, Muon) else 0
         self.norm_parameters = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
         # Their gradient covers only this tp rank's pieces of sequences, or heads.

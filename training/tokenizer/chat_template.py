@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -72,8 +72,9 @@ class ChatTemplate:
         """
         try:
             names = meta.find_undeclared_variables(self._environment.parse(self.source))
-        except TemplateError as error:
-            raise ValueError(f"the tokenizer's chat template cannot be read ({error}): mend or remove it") from None
+        except Exception as error:  # a template may raise anything
+            why = str(error) or type(error).__name__
+            raise ValueError(f"the tokenizer's chat template cannot be read ({why}): mend or remove it") from None
         texts = [self.source, *(token for name, token in self._tokens.items() if name in names)]
         for messages in (SAMPLE, SAMPLE[1:], SAMPLE[1:2]):  # some refuse the role system, or other turns
             with suppress(Exception):  # a template may raise anything
@@ -84,6 +85,18 @@ class ChatTemplate:
     @functools.cached_property
     def _template(self) -> Any:
         return self._environment.from_string(self.source)
+
+
+def answers(source: str, tokens: Mapping[str, str]) -> Callable[[dict[str, Any]], str]:
+    """Return the function with which a bounded process renders chats, or finds the special tokens that are written."""
+    template = ChatTemplate(source, tokens)
+
+    def answer(request: dict[str, Any]) -> str:
+        if "messages" in request:
+            return template.render(request["messages"])
+        return json.dumps(template.written(request["special_tokens"]))
+
+    return answer
 
 
 def _source(folder: Path, config: dict[str, Any]) -> str:

@@ -13,11 +13,14 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer
+
+MOST_CHARACTERS = 256  # of a special token: the longest in use have 40, and a pattern of all of them is made
 
 
 class TextEncoder:
@@ -61,6 +64,8 @@ class TextEncoder:
     def _encode(self, tokenizer: Tokenizer, text: str, *, begins: bool) -> list[int]:
         try:
             ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        except ValueError:  # where it would panic
+            raise
         except Exception:  # from `tokenizers`; its message names neither the text nor the character
             vocabulary = tokenizer.get_vocab()
             unknown = "".join(sorted({character for character in text if character not in vocabulary}))
@@ -97,7 +102,21 @@ class TextEncoder:
 
 
 def open_tokenizer(file: Path, special_tokens: Collection[str] | None) -> Tokenizer:
-    """Return a tokenizer to which only these of its special tokens are special where a text holds them; None: all."""
+    """Return a tokenizer to which only these of its special tokens are special where a text holds them; None: all.
+
+    Raises ValueError, with the file and the reason, for a file that is none. Where its calls would panic, they raise
+    ValueError.
+    """
+    try:
+        with panics_as_errors():
+            tokenizer = _opened(file, special_tokens)
+            special_tokens_of(tokenizer)
+    except Exception as error:  # `tokenizers` has no type of its own
+        raise ValueError(f"{file} cannot be read as a tokenizer ({error}): copy it again, or take another") from None
+    return cast(Tokenizer, _WithoutPanics(tokenizer))
+
+
+def _opened(file: Path, special_tokens: Collection[str] | None) -> Tokenizer:
     if special_tokens:
         saved = json.loads(file.read_bytes())
         for token in saved["added_tokens"]:  # `encode_special_tokens` takes those that stay marked as special for text
@@ -111,15 +130,53 @@ def open_tokenizer(file: Path, special_tokens: Collection[str] | None) -> Tokeni
     return tokenizer
 
 
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise ValueError where Rust code panics, for example at a regular expression of tokenizer.json that tries too
+    long: its PanicException is no Exception, so that it would end a thread in silence.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer fails at this text ({error}): take another tokenizer") from None
+
+
+class _WithoutPanics:
+    """A Tokenizer, which cannot be subclassed, whose methods raise ValueError where they would panic."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.tokenizer, name)
+        return _without_panics(found) if callable(found) else found
+
+
+def _without_panics(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any, **options: Any) -> Any:
+        with panics_as_errors():
+            return method(*given, **options)
+
+    return call
+
+
 def special_tokens_of(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return all special tokens of a tokenizer, by ID."""
-    return tuple(token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special)
+    """Return all special tokens of a tokenizer, by ID. Raises ValueError for one that is too long to be one."""
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    special = tuple(token.content for _, token in added if token.special)
+    if long := next((token for token in special if len(token) > MOST_CHARACTERS), ""):
+        raise ValueError(
+            f"its special token {long[:20]!r}… has {len(long):,} characters, {MOST_CHARACTERS} at most can be one"
+        )
+    return special
 
 
 def tokens_around(tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the tokens that a tokenizer's post-processor puts before a text, and behind it."""
     for text in ("a", *itertools.islice(tokenizer.get_vocab(with_added_tokens=False), 100)):
-        with contextlib.suppress(Exception):  # of `tokenizers`, for a text that the vocabulary lacks
+        with contextlib.suppress(Exception), panics_as_errors():  # for a text that the vocabulary lacks
             encoding = tokenizer.encode(text, add_special_tokens=True)
             own = [number for number, added in enumerate(encoding.special_tokens_mask) if not added]
             if own:
@@ -152,11 +209,12 @@ def pattern_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _alternatives(sorted_tokens: Sequence[str]) -> str:
-    groups: dict[str, list[str]] = {}
-    for token in sorted_tokens:
-        groups.setdefault(token[:1], []).append(token[1:])
-    ends = groups.pop("", None) is not None
-    parts = [re.escape(first) + _alternatives(rest) for first, rest in groups.items()]
+    ends = "" in sorted_tokens
+    parts = []
+    for _, group in itertools.groupby(filter(None, sorted_tokens), key=lambda token: token[0]):
+        alike = [*group]
+        begin = commonprefix(alike)  # noqa: RUF071
+        parts.append(re.escape(begin) + _alternatives([token[len(begin) :] for token in alike]))
     if not parts:
         return ""
     joined = parts[0] if len(parts) == 1 and not ends else f"(?:{'|'.join(parts)})"

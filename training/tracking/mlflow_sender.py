@@ -54,6 +54,15 @@ class Sent(Record):
     in_doubt: tuple[Identity, ...] = ()
 
 
+def has_unsent_rows(run_dir: Path) -> bool:
+    """Whether there are rows that MLflow has not got: ranks may write on after their launcher was killed."""
+    for path in row_files(run_dir):
+        with path.open("rb") as file:
+            if whole_lines(file, read_sent(path).offset):
+                return True
+    return False
+
+
 def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
     """Send the rows after the offset; return their number. Raises MLflow's errors, after saving its offset."""
     from mlflow import MlflowClient

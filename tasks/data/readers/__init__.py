@@ -9,8 +9,7 @@ shifts the columns when the first row is too long, and counts rows where an edit
 """
 
 from tasks.data.readers.documents import CONTEXT_CHARACTERS, LONGEST_PIECE
-from tasks.data.readers.json_rows import json_shape
 from tasks.data.readers.read import read_spans
 from tasks.data.readers.spans import Piece, Place, Span
 
-__all__ = ["CONTEXT_CHARACTERS", "LONGEST_PIECE", "Piece", "Place", "Span", "json_shape", "read_spans"]
+__all__ = ["CONTEXT_CHARACTERS", "LONGEST_PIECE", "Piece", "Place", "Span", "read_spans"]

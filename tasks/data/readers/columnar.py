@@ -13,6 +13,7 @@ from tasks.data.readers.spans import Piece, Place, Span
 from tasks.data.readers.spans import num_bytes as size_of
 from tasks.data.sources import SkippedDocuments
 from training.config.data import DataConfig
+from training.records.cures import Cure
 from training.store.urls import store_errors
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _schema_problem(schema: pyarrow.Schema, column: str) -> str:
     texts = list(_text_fields(schema))
     if column in names or column in texts:
         return ""
-    cure = f"; set data.column to one of them that holds text, {listed(texts)}" if texts else ""
+    cure = f"; {Cure.COLUMN(names=listed(texts))}" if texts else ""
     return f"has no column {column!r} but {listed(names)}{what_rows_are(names)}{cure}"
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.data.readers.problems import ENCODING_CURE, NUL, cure_of_row, kind_of, not_unicode
+from tasks.data.contents import JSON_FORMATS
+from tasks.data.readers.problems import ENCODING_CURE, NUL, cure_of_row, kind_of, not_unicode, shift_problem
 from tasks.data.readers.spans import Piece, Place
 from tasks.data.row_filter import RowFilter
 from tasks.data.sources import SkippedDocuments
@@ -53,10 +54,12 @@ def pieces_of_document(
         cure = cure_of_row(beside, place) if beside and isinstance(value, dict) else ""
         skipped.skip_or_raise(place, f"the document is {kind_of(value)}, not text{cure}")
     elif problem := not_unicode(value):
-        has_encoding = place.span.source.format in ("text", "csv", "tsv", "json")
+        has_encoding = place.span.source.format in ("text", "csv", "tsv", *JSON_FORMATS)
         skipped.skip_or_raise(place, problem if has_encoding else problem.partition(ENCODING_CURE)[0])
     elif (num_nuls := value.count("\0")) and place.span.source.format in ("text", "csv", "tsv"):
         skipped.skip_or_raise(place, NUL)
+    elif ("\x1b$" in value or "~{" in value) and (problem := shift_problem(value.encode(), place.span.source)):
+        skipped.skip_or_raise(place, problem)
     elif value and not skipped.is_repeated(lambda: hashlib.sha256(value.encode()).digest()):
         skipped.num_nuls += num_nuls
         if len(value) <= LONGEST_PIECE:

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import io
 import json
 import re
 from collections.abc import Iterator
-from typing import Literal
 
 import orjson
 
-from tasks.data.contents import TOKENS
+from tasks.data.contents import MISSING, value_at
 from tasks.data.readers.documents import BLOCK_CHARACTERS, Wanted, pieces_of_document
 from tasks.data.readers.plain_text import raw_lines
 from tasks.data.readers.problems import cure_of_row, kind_of, listed, not_unicode
 from tasks.data.readers.spans import Piece, Place, Span
-from tasks.data.sources import SkippedDocuments, Source
-from training.config.data import DataConfig
+from tasks.data.sources import SkippedDocuments
+from training.records.cures import Cure
 
 LONGEST_INTEGER = 4300  # digits that Python reads as one integer
 LONGEST_ITEM = 2**28  # characters of one item of a JSON array, which is parsed repeatedly until it is complete
 NEWLINE = "\n"
 JSON_SPACE = re.compile(r"[ \t\n\r]*")
-
-
-def json_shape(source: Source, data: DataConfig) -> Literal["lines", "array", "objects"]:
-    """Return how a JSON file holds its rows: an object per line, one array, or objects of several lines each.
-
-    Only a file named .json may be one of the latter two. It holds objects if its first line is no object and the second
-    one continues it, or if data.json_field names the rows in it.
-    """
-    if source.suffix != ".json":
-        return "lines"
-    with source.open(wanted_bytes=BLOCK_CHARACTERS) as file:
-        start = file.read(BLOCK_CHARACTERS).removeprefix(codecs.BOM_UTF8).lstrip()
-    if start.startswith(b"["):
-        return "array"
-    if data.json_field and start.startswith(b"{"):
-        return "objects"
-    first, *rest = filter(None, map(bytes.strip, start.split(b"\n", 3)[:3])) if start else [b""]
-    continues = bool(rest) and rest[0].startswith((b'"', b"}")) and not first.endswith(b"}")
-    return "objects" if first.startswith(b"{") and continues else "lines"
 
 
 def read_array(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
@@ -70,12 +49,12 @@ def read_objects(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Itera
         except (json.JSONDecodeError, RecursionError) as error:
             raise OSError(f"not valid JSON: {error}") from None
         place = _space(content, place)
-        inside = _value_at(found, wanted.json_field) if wanted.json_field else [found]
+        inside = value_at(found, wanted.json_field) if wanted.json_field else [found]
         if not isinstance(inside, list):
             fields = listed(
                 key for key, value in (found.items() if isinstance(found, dict) else ()) if isinstance(value, list)
             )
-            cure = f"; set data.json_field to one of its lists, {fields}" if fields != "none at all" else ""
+            cure = f"; {Cure.JSON_FIELDS(names=fields)}" if fields != "none at all" else ""
             raise OSError(f"data.json_field={wanted.json_field} is no list in it{cure}")
         rows += ((row, (place - start) // len(inside)) for row in inside)
     for number, (row, size) in enumerate(rows, 1):
@@ -213,20 +192,17 @@ def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> It
 
 def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     if not isinstance(row, dict):
-        tokens = f"; if these are tokens, {TOKENS}" if isinstance(row, int) else ""
+        tokens = f"; if these are tokens, {Cure.TOKENIZED}" if isinstance(row, int) else ""
         skipped.skip_or_raise(place, f"holds {kind_of(row)}, not an object with the key {wanted.column!r}{tokens}")
         return
     if twice := _twice_on(row, wanted.column):
         skipped.skip_or_raise(place, f"not valid JSON (the key {twice!r} is there twice)")
         return
     value = row.get(wanted.column, MISSING)
-    if value is MISSING and (value := _value_at(row, wanted.column)) is MISSING:
+    if value is MISSING and (value := value_at(row, wanted.column)) is MISSING:
         skipped.skip_or_raise(place, f"has no key {wanted.column!r} but {listed(row)}{cure_of_row(row, place)}")
     elif wanted.keeps(row, place, skipped):
         yield from pieces_of_document(place, value, skipped, beside=row)
-
-
-MISSING = object()
 
 
 def _twice_on(row: object, column: str) -> str:
@@ -236,14 +212,3 @@ def _twice_on(row: object, column: str) -> str:
             return key
         row = row.get(key) if isinstance(row, dict) else None
     return ""
-
-
-def _value_at(row: object, path: str) -> object:
-    """Return the value of a key, or at the end of a path of keys: `content.text`; MISSING if there is none."""
-    if isinstance(row, dict) and path in row:
-        return row[path]
-    for key in path.split("."):
-        if not isinstance(row, dict) or key not in row:
-            return MISSING
-        row = row[key]
-    return row

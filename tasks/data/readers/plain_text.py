@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterator
 
+from tasks.data.encodings import count_bad_lines
 from tasks.data.readers.documents import (
     BLOCK_CHARACTERS,
     CONTEXT_CHARACTERS,
@@ -15,7 +17,7 @@ from tasks.data.readers.documents import (
     pieces_of_blocks,
     pieces_of_document,
 )
-from tasks.data.readers.problems import NUL, bad_byte, not_unicode
+from tasks.data.readers.problems import NUL, bad_byte, not_unicode, shift_problem
 from tasks.data.readers.spans import Piece, Place, Span, num_bytes
 from tasks.data.sources import SkippedDocuments, Source
 
@@ -34,7 +36,8 @@ def read_whole_file(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
                 digest.update(block.encode())
     except _NotText as error:
         size = (span.source.record.num_bytes if end is None else end) - begin
-        skipped.skip_or_raise(Place(span, error.offset, "byte", size), error.problem)
+        problem = _bad_lines_of(span.source) + error.problem
+        skipped.skip_or_raise(Place(span, error.offset, "byte", size), problem)
         return
     if is_empty or skipped.is_repeated(digest.digest):
         return
@@ -42,6 +45,14 @@ def read_whole_file(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
     before, after = _text_before(span.source, begin), "" if ends_here else _text_after(span.source, end)
     blocks = _blocks(span.source, begin, end)
     yield from pieces_of_blocks(place, blocks, ends_here=ends_here, before=before, after=after)
+
+
+def _bad_lines_of(source: Source) -> str:
+    """Return which lines of a file are not UTF-8, if some are and others are not."""
+    with contextlib.suppress(OSError), source.open() as file:
+        bad = count_bad_lines(file)
+        return f"not UTF-8 in {bad}: " if bad.lines > bad.number > 1 else ""
+    return ""
 
 
 class _NotText(Exception):
@@ -63,11 +74,14 @@ def _blocks(source: Source, begin: int, end: int | None) -> Iterator[str]:
             block = file.read(BLOCK_CHARACTERS if end is None else min(BLOCK_CHARACTERS, end - offset))
             if b"\0" in block:
                 raise _NotText(offset + block.index(b"\0"), NUL)
+            if problem := shift_problem(block, source):
+                raise _NotText(offset, problem)
             offset += len(block)
             try:
                 yield decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                problem = bad_byte(error.object[error.start], error.object.decode(errors="surrogateescape"))
+                line = error.object[error.object.rfind(b"\n", 0, error.start) + 1 :].partition(b"\n")[0]
+                problem = bad_byte(error.object[error.start], line.decode(errors="surrogateescape"))
                 raise _NotText(offset - len(error.object) + error.start, problem) from None
 
 

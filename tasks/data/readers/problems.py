@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tasks.data.contents import TOKENS
+from tasks.data.contents import seven_bit_encoding
 from tasks.data.readers.spans import Place
+from tasks.data.sources import LINES_SUFFIXES, Source
+from training.records.cures import Cure
 
 CHATS = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
 TOKEN_COLUMNS = ("input_ids", "token_ids", "tokens")
@@ -26,15 +29,12 @@ def cure_of_row(row: Mapping[str, Any], place: Place) -> str:
     if what := what_rows_are(row):
         return what
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if lists and place.span.source.suffix == ".json":
-        return f"; if they are rows, set data.json_field={lists[0]}"
+    if lists and place.span.source.suffix not in LINES_SUFFIXES:
+        return f"; if they are rows, {Cure.JSON_FIELD(field=lists[0])}"
     texts = list(_text_paths(row))
     if any("." in path and any(map(str.isdigit, path.split("."))) for path in texts):
-        return (
-            "; its keys are the numbers of rows, as pandas writes them: write an object per line, "
-            "with to_json(FILE, orient='records', lines=True)"
-        )
-    return f"; set data.column to one of them that holds text, {listed(texts)}" if texts else ""
+        return f"; its keys are the numbers of rows, as pandas writes them: {Cure.PANDAS}"
+    return f"; {Cure.COLUMN(names=listed(texts))}" if texts else ""
 
 
 def _text_paths(row: Mapping[str, Any], before: str = "") -> Iterator[str]:
@@ -50,7 +50,7 @@ def what_rows_are(names: Iterable[str]) -> str:
     present = {name.lower(): name for name in names}
     for name in TOKEN_COLUMNS:
         if name in present:
-            return f"; these are tokens ({present[name]!r}), so {TOKENS}"
+            return f"; these are tokens ({present[name]!r}), so {Cure.TOKENIZED}"
     for name in CHATS:
         if name in present:
             return (
@@ -68,11 +68,12 @@ def what_rows_are(names: Iterable[str]) -> str:
 
 def or_exclude(place: Place) -> str:
     """Return how the file is left out, if it is one of a folder."""
-    return f"; or, in a folder, leave it out with 'data.exclude=[\"{place.span.source.name}\"]'"
+    pattern = '"' + glob.escape(place.span.source.name) + '"'
+    return f"; or, in a folder, {Cure.EXCLUDE(patterns=pattern)} (beside the patterns that are there)"
 
 
 NUL = "holds NUL bytes, so it is not text"
-ENCODING_CURE = "; if the file has another encoding, set data.encoding"
+ENCODING_CURE = f"; {Cure.OTHER_ENCODING}"
 
 
 def not_unicode(text: str) -> str:
@@ -88,6 +89,12 @@ def not_unicode(text: str) -> str:
     return ""
 
 
+def shift_problem(text: bytes, source: Source) -> str:
+    """Return which encoding, whose bytes are all ASCII, a text is in; empty if it is in none, or was read in one."""
+    found = seven_bit_encoding(text) if source.encoding == "utf-8" else ""
+    return f"is {found}: {Cure.ENCODING(encoding=found)}" if found else ""
+
+
 def bad_byte(byte: int, around: str) -> str:
     """Describe a byte that is not UTF-8. Another encoding is no cure where the text around it is UTF-8 beyond ASCII."""
     beyond_ascii = [character for character in around if character > "\x7f"]
@@ -101,7 +108,7 @@ def kind_of(value: object) -> str:
     if isinstance(value, bool | int | float):
         return f"a number ({value})"
     if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
-        return f"a list of integers ({TOKENS})"
+        return f"a list of integers ({Cure.TOKENIZED})"
     if isinstance(value, list) and value and isinstance(value[0], dict) and {"role", "from"} & value[0].keys():
         return "a list of messages (a chat, to be written as one text with its tokenizer's chat template)"
     return {"dict": "an object", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)

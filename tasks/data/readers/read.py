@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 
 from tasks.data.readers.columnar import read_arrow, read_hub, read_parquet
 from tasks.data.readers.documents import Wanted
-from tasks.data.readers.json_rows import json_shape, read_array, read_json_lines, read_objects
+from tasks.data.readers.json_rows import read_array, read_json_lines, read_objects
 from tasks.data.readers.plain_text import read_lines, read_paragraphs, read_whole_file
 from tasks.data.readers.spans import Piece, Place, Span
 from tasks.data.readers.tables import read_table
 from tasks.data.row_filter import RowFilter
-from tasks.data.sources import SkippedDocuments, Source, content_problem
+from tasks.data.sources import LINES_SUFFIXES, SkippedDocuments, Source
 from training.config.data import DataConfig
 
 
@@ -27,12 +27,13 @@ def read_spans(spans: Iterable[Span], data: DataConfig, skipped: SkippedDocument
         try:
             _check_size(source)
             # The reader of the file's start reports it, once; to stop, the other readers need not look.
-            if (span.start == 0 or skipped.on_error == "skip") and (problem := content_problem(source)):
+            if source.problem:
                 if span.start == 0:
-                    skipped.skip_or_raise(Place(span, 0, ""), problem)
+                    skipped.skip_or_raise(Place(span, 0, ""), source.problem)
                 continue
             for piece in _read(span, data, wanted, skipped):
                 place = piece.place
+                skipped.look_for_garbled(place, piece.text)
                 yield piece
                 documents += piece.last
         except OSError as error:
@@ -76,14 +77,14 @@ def _read(span: Span, data: DataConfig, wanted: Wanted, skipped: SkippedDocument
             yield from read_lines(span, skipped)
         case "text":
             yield from read_paragraphs(span, skipped)
-        case "json":
-            match json_shape(span.source, data):
-                case "array":
-                    yield from read_array(span, wanted, skipped)
-                case "objects":
-                    yield from read_objects(span, wanted, skipped)
-                case "lines":
-                    yield from read_json_lines(span, wanted, skipped)
+        case "json array":
+            yield from read_array(span, wanted, skipped)
+        case "json objects":
+            yield from read_objects(span, wanted, skipped)
+        case "json lines" if data.json_field and span.source.suffix not in LINES_SUFFIXES:
+            yield from read_objects(span, wanted, skipped)
+        case "json lines":
+            yield from read_json_lines(span, wanted, skipped)
         case "csv" | "tsv":
             yield from read_table(span, data.table, wanted, skipped)
         case "parquet":

@@ -111,9 +111,9 @@ def test_each_format_is_cut_where_it_can_be_and_stays_whole_elsewhere(tmp_path: 
     root.mkdir()
     line = json.dumps({"text": "some words " * 20}) + "\n"
     lines = line * (3 * 2**19 // len(line))  # 1.5 MiB
-    (root / "a.txt").write_text(lines)
+    (root / "a.txt").write_text("some words\n" * 150_000)
     (root / "b.jsonl").write_text(lines)
-    (root / "c.json").write_text(lines)
+    (root / "c.json").write_text(line + lines)
     (root / "d.json").write_text("[" + ",".join(lines.splitlines()) + "]")
     (root / "e.csv").write_text("text\n" + "some words\n" * 150_000)
     packed = random.Random(0).randbytes(5 * 2**18).hex()
@@ -130,13 +130,14 @@ def test_each_format_is_cut_where_it_can_be_and_stays_whole_elsewhere(tmp_path: 
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
     whole = [Span(index, source) for index, source in enumerate(sources)]
     assert documents(spans, data) == documents(whole, data)
+    (root / "a.txt").write_bytes("einige Wörter\n".encode("latin-1") * 150_000)
     latin = DataConfig(path=str(root / "a.txt"), text_unit="line", shard_mib=1, encoding="latin-1")
     assert len(cut_chunks(find_sources(latin, SkippedDocuments("stop")), latin)) == 1, "another encoding"
 
 
 def test_small_files_are_not_cut_and_a_chunk_is_full_at_shard_mib(tmp_path: Path) -> None:
     for number in range(40):
-        (tmp_path / f"{number:02d}.txt").write_bytes(b"x" * 100_000)
+        (tmp_path / f"{number:02d}.txt").write_bytes(b"%02d" % number * 50_000)
     data = DataConfig(path=str(tmp_path), shard_mib=1)
     chunks = cut_chunks(find_sources(data, SkippedDocuments("stop")), data)
     assert [len(chunk.spans) for chunk in chunks] == [11, 11, 11, 7]

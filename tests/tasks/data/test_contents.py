@@ -17,9 +17,8 @@ import pyarrow.feather
 import pytest
 
 from tasks.data import corpus
-from tasks.data.contents import CONTENTS
+from tasks.data.contents import CONTENTS, FORMATS
 from tasks.data.decompression import COMPRESSIONS
-from tasks.data.sources import FORMATS
 from tests.support.repository import REPO
 from tests.support.text_cases import (
     STORIES,
@@ -68,7 +67,9 @@ def test_an_archive_in_a_folder_is_refused_or_left_out_with_a_word(
 ) -> None:
     root = write_texts(tmp_path / "corpus")
     write_zip(root / "more.zip")
-    with pytest.raises(ValueError, match=r"^more\.zip is an archive: unpack it .* or name it in data\.exclude"):
+    with pytest.raises(
+        ValueError, match=r"^more\.zip: it is a zip archive: unpack it .* or leave out with 'data\.exclude"
+    ):
         prepare(tmp_path, root)
     folder, shards = prepare(tmp_path, root, on_error="skip")
     assert sorted(all_documents(folder)) == sorted(STORIES)
@@ -80,12 +81,14 @@ def test_an_archive_in_a_folder_is_refused_or_left_out_with_a_word(
 
 
 def test_an_archive_that_is_named_is_refused_without_a_cure_that_cannot_help(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is a zip archive .*unpack it into a folder, and give that$"):
+    with pytest.raises(ValueError, match=r"is a zip archive: unpack it into a folder, and give that$"):
         prepare(tmp_path, write_zip(tmp_path / "stories.zip"))
     alone = tmp_path / "alone"
     alone.mkdir()
     write_tar(alone / "a.tar", "w")
-    with pytest.raises(ValueError, match=r"holds no text.*only \.tar \(1\); a\.tar: unpack it into a folder"):
+    with pytest.raises(
+        ValueError, match=r"holds no text.*only \.tar \(1\); a\.tar: it is a tar archive: unpack it into a folder"
+    ):
         prepare(tmp_path, alone)
 
 
@@ -99,11 +102,13 @@ def test_an_archive_that_is_named_is_refused_without_a_cure_that_cannot_help(tmp
         ("a.parquet", LFS.encode(), "is a git-lfs pointer.*git lfs pull"),
         ("a.jsonl", LFS.encode(), "is a git-lfs pointer.*git lfs pull"),
         ("a.txt", b"/annex/objects/MD5E-s5--d41d8", "is a git-annex pointer.*git annex get"),
-        ("a.jsonl", gzip.compress(json_lines(STORIES).encode()), r"is gzip: give its name the suffix \.gz"),
-        ("a.txt", b"PAR1" + b"\0" * 20, r"is parquet: give its name the suffix \.parquet"),
-        ("a.txt", b"%PDF-1.4\n%\xe2\xe3", "is a PDF: extract its text"),
+        ("a.txt.gz", gzip.compress(gzip.compress(b"text")), "is compressed twice: decompress it"),
+        ("a.parquet.gz", gzip.compress(b"PAR1" + b"\0" * 20), "is parquet inside another compression: decompress it"),
+        ("a.txt", b"%PDF-1.4\n%\xe2\xe3", "is a PDF: save its text with `pdftotext FILE`"),
+        ("a.txt", b"%!PS-Adobe-3.0\n", "is PostScript: save its text with `ps2ascii"),
+        ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1\0\0", "is an old Office file .*: save it as text with"),
         ("a.warc", b"WARC/1.0\r\n", "is a web archive"),
-        ("a.txt", b"{\\rtf1\\ansi hello}", "is RTF or PostScript: extract its text"),
+        ("a.txt", b"{\\rtf1\\ansi hello}", "is RTF: save it as text with"),
         ("a.txt", b"\x04\x22M\x18abc", "is lz4, or .Z of compress: decompress it"),
         ("a.avro", b"Obj\1abc", "is HDF5, Avro or a pickle: export its text"),
         ("train.bin", numbers("<u2", 300), "is an array of integers: it is tokenized already"),
@@ -273,6 +278,8 @@ def test_a_broken_compressed_file_is_named(tmp_path: Path, name: str, packed: An
 
 def test_links_to_folders_are_followed_once_and_loops_end(tmp_path: Path) -> None:
     elsewhere = write_texts(tmp_path / "elsewhere" / "books", start=100)
+    for path in elsewhere.iterdir():
+        path.write_text(path.read_text().replace("fox", "cat"))
     root = write_texts(tmp_path / "linked")
     (root / "books").symlink_to(elsewhere)
     (elsewhere / "again").symlink_to(elsewhere)

@@ -252,7 +252,7 @@ def test_a_large_corpus_is_not_refused_for_what_its_sample_lacks(
 def test_what_would_stop_the_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a text of its own\n" * 40)
     (tmp_path / "more.zip").write_bytes(b"PK\x03\x04" + b"\0" * 100)
-    with pytest.raises(ValueError, match=r"more\.zip is an archive"):
+    with pytest.raises(ValueError, match=r"more\.zip: it is a zip archive"):
         estimated({"path": str(tmp_path), "tokenizer": {"kind": "bytes"}})
     (tmp_path / "more.zip").unlink()
     letters = prepare(tmp_path, write(tmp_path, "jsonl", ["only these letters"]), kind="characters", split="all")[0]

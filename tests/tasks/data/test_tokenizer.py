@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support.strangers_tokenizers import STRANGERS, written
 from tests.support.tiny_corpus import (
     CODE,
     DOCUMENTS,
@@ -14,6 +15,7 @@ from tests.support.tiny_corpus import (
     prepare,
     write_json_lines,
 )
+from training.shards.stream import TokenStream
 
 
 @pytest.mark.parametrize("kind", ["bpe", "characters", "bytes"])
@@ -69,3 +71,23 @@ def test_a_saved_tokenizer_can_be_used_on_another_corpus(tmp_path: Path) -> None
         prepare(tmp_path, other, kind="pretrained", tokenizer=path)
     with pytest.raises(ValueError, match=r"no tokenizer can be loaded from there"):
         prepare(tmp_path, other, kind="pretrained", tokenizer={"path": str(tmp_path / "nowhere")})
+
+
+@pytest.mark.parametrize("tokenizer_class", ["GPT2Tokenizer", "LlamaTokenizer", "BertTokenizer", "CTRLTokenizer"])
+def test_shards_have_the_tokens_of_tokenizer_json_whatever_its_class(tmp_path: Path, tokenizer_class: str) -> None:
+    """Its class would cut digits, words or case otherwise."""
+    texts = [f"Note {number} SAYS hello, {number * 7919} times.\n\nAnd: {number}-{number}(x)" for number in range(60)]
+    kind = {"BertTokenizer": "cased", "LlamaTokenizer": "without space"}.get(tokenizer_class, "by threes")
+    made = STRANGERS[kind]()
+    written(tmp_path / "theirs", made, tokenizer_class=tokenizer_class)
+    source = write_json_lines(tmp_path / "corpus.jsonl", texts)
+    folder, shards = prepare(tmp_path, source, kind="pretrained", tokenizer={"path": str(tmp_path / "theirs")})
+    end = made.token_to_id("<|endoftext|>")
+    expected = sorted([*made.encode(text, add_special_tokens=False).ids, end] for text in texts)
+    found: list[list[int]] = [[]]
+    for split in ("train", "validation"):
+        for token in TokenStream(folder, split).read(0, shards.tokens(split)).tolist():
+            found[-1].append(token)
+            if token == end:
+                found.append([])
+    assert sorted(found[:-1]) == expected

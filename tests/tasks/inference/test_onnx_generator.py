@@ -91,6 +91,9 @@ def test_bytes_that_are_no_text_become_replacement_characters(exported_run: Path
 def test_generation_ends_with_the_document(exported_run: Path) -> None:
     script = [*b"ab", 256, *b"cd"]
     assert Scripted(exported_run / "export", script).generate("x", new_tokens=5, temperature=0) == "ab"
+    turn = Scripted(exported_run / "export", script)
+    turn.end_ids = (256, ord("b"))  # as an instruct model has it: the end of a turn beside that of a document
+    assert turn.generate("x", new_tokens=5, temperature=0) == "a"
     goes_on = Scripted(exported_run / "export", script)
     assert goes_on.generate("x", new_tokens=5, temperature=0, stop_at_end=False) == "abcd"
 

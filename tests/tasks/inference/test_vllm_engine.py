@@ -45,6 +45,32 @@ def engine(log: Path, exported_run: Path) -> Iterator[VllmEngine]:
     engine.close()
 
 
+@pytest.fixture
+def with_two_ends(exported_run: Path, tmp_path: Path) -> tuple[Path, str]:
+    """An export whose model also ends a text with the fourth token that it writes, and the text before that."""
+    whole = TextGenerator(exported_run / "export", threads=1).generate("def add(a", new_tokens=8, temperature=0)
+    folder = tmp_path / "export"
+    shutil.copytree(exported_run / "export", folder)
+    record = json.loads((folder / "export.json").read_text())
+    end = TextGenerator(folder, threads=1).tokenizer.encode(whole, add_special_tokens=False).ids[3]
+    (folder / "export.json").write_text(json.dumps(record | {"end_ids": [record["end_id"], end]}))
+    return folder, whole.partition(chr(end))[0]
+
+
+@pytest.mark.parametrize("kind", ["onnx", "batched", "vllm", pytest.param("torch", marks=pytest.mark.slow)])
+def test_every_engine_ends_at_every_end_token(log: Path, with_two_ends: tuple[Path, str], kind: str) -> None:
+    folder, expected = with_two_ends
+    engine = open_engine(
+        folder, InferenceConfig(engine="onnx" if kind == "batched" else kind), rows=2 if kind == "batched" else 1
+    )
+    try:
+        assert engine.generate("def add(a", new_tokens=8, temperature=0) == expected
+        if kind == "vllm":
+            assert engine.end_ids[1] in requests(log)[-1]["stop_token_ids"]
+    finally:
+        engine.close()
+
+
 def test_its_text_is_that_of_the_tokens_and_every_setting_reaches_it(
     engine: VllmEngine, exported_run: Path, log: Path
 ) -> None:
@@ -213,7 +239,7 @@ def test_a_build_for_cpus_is_taken_where_asked_and_never_chosen_for_gpus(
 def test_a_grammar_is_vllms_own_field() -> None:
     from tasks.inference.onnx_generator import Sampling
 
-    body = completion_request([1], Sampling(grammar={"regex": "a+"}), end_id=0)
+    body = completion_request([1], Sampling(grammar={"regex": "a+"}), end_ids=[0])
     assert body["structured_outputs"] == {"regex": "a+"}
 
 

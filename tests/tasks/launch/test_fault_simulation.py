@@ -134,7 +134,7 @@ MISTAKES: dict[str, tuple[object, str, Callable[..., object] | float, tuple[str,
         final_status, "PATIENCE_S", 0.0, ("disk full", "MLflow away", "bad loss"), "MLflow says KILLED"
     ),
     "rows of ranks that outlive their launcher are forgotten": (
-        final_status, "ranks_may_work", lambda folder: False, ("launcher killed",), "rows are not in MLflow"
+        final_status, "has_unsent_rows", lambda folder: False, ("launcher killed",), "rows are not in MLflow"
     ),
     "an MLflow run whose ID was lost is left open": (
         mlflow_run, "_created", _created_without_asking, ("MLflow loses answers",), "nobody knows"

@@ -142,17 +142,15 @@ def assert_resumed(path: Path, cause: str, undisturbed: dict[int, float]) -> dic
     return ending
 
 
-@pytest.mark.parametrize("kind", ["JobSet", pytest.param("Job", marks=pytest.mark.long)])
 def test_pods_give_the_losses_of_this_machine_to_the_bit(
-    kind: str, api: KubernetesApi, home: Path, tiny_shards: Path, undisturbed: dict[int, float]
+    api: KubernetesApi, home: Path, tiny_shards: Path, undisturbed: dict[int, float]
 ) -> None:
-    api.jobsets = kind == "JobSet"
     path = make_run(api, home, tiny_shards, "same")
     train(path)
     assert endings(path) == ["done"]
     assert losses(path) == undisturbed
     made = {found["kind"]: found for found in api.created}
-    assert set(made) == ({"Secret", "JobSet"} if kind == "JobSet" else {"Secret", "Job", "Service"})
+    assert set(made) == {"Secret", "Job", "Service"}
     assert not any(SECRET in json.dumps(found) for name, found in made.items() if name != "Secret")
     assert not any(SECRET in text.read_text(errors="replace") for text in path.parent.rglob("*.json*"))
     logs = [(path.parent / "logs" / f"node-{index}.log").read_text() for index in range(2)]

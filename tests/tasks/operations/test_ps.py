@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -20,9 +25,13 @@ from tasks.operations.ps import (
     launcher_of,
     list_running,
     run_folders,
+    watch_leases,
 )
+from tasks.operations.stop import reap
 from tasks.workspace.locks import is_owned, owned
 from tasks.workspace.processes import process_key
+from training.config.launch import LaunchConfig
+from training.records.record import write_atomically
 
 
 def test_each_daemon_is_asked_once_under_a_name_of_its_own() -> None:
@@ -59,20 +68,101 @@ def test_runs_of_other_versions_do_not_keep_the_others_from_being_seen(
     assert list_running([]).running == ()
 
 
-def test_a_launcher_of_an_equal_name_on_another_machine_is_judged_by_its_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+LEASE_S = 0.4
+ELSEWHERE = "elsewhere/7/1/another-kernel"
+
+
+@pytest.fixture
+def lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The lease of a run whose launcher is on another machine; it counts as gone after LEASE_S."""
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
-    lease = tmp_path / "run" / "attempts" / "1" / "lease"
-    lease.parent.mkdir(parents=True)
-    lease.touch()
+    quick = LaunchConfig().model_copy(update={"lease_s": LEASE_S})
+    monkeypatch.setattr("tasks.operations.ps.launch_of", lambda run_dir: quick)
+    path = tmp_path / "run" / "attempts" / "1" / "lease"
+    write_atomically(path, "0\n")
+    return path
+
+
+@contextmanager
+def renewing(lease: Path, *, modified: Callable[[int], float]) -> Iterator[None]:
+    """Renew the lease as its launcher does, on a storage whose clock gives the file these times."""
+    over = threading.Event()
+
+    def renew() -> None:
+        for count in itertools.count(1):
+            lease.write_text(f"{count}\n")
+            os.utime(lease, (modified(count),) * 2)
+            if over.wait(LEASE_S / 10):
+                return
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def reaped(*found: OnHost) -> tuple[bool, str]:
+    """Whether `reap` would remove the containers, and the reason why not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tasks.operations.stop.ask", lambda hosts: ({"host0": list(found)}, {}))
+        done = reap([], dry_run=True)
+    return bool(done.removed), "".join(done.kept.values())
+
+
+CLOCKS: dict[str, Callable[[int], float]] = {
+    "right": lambda count: time.time(),
+    "hours ahead": lambda count: time.time() + 7200,
+    "hours behind": lambda count: time.time() - 7200,
+    "stands still": lambda count: 1.0,
+    "steps forward": lambda count: time.time() + 3600 * (count > 3),
+    "steps back": lambda count: time.time() - 3600 * (count > 3),
+}
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_launcher_elsewhere_lives_while_its_lease_changes_whatever_the_clocks_say(lease: Path, clock: str) -> None:
+    with renewing(lease, modified=CLOCKS[clock]):
+        assert reaped(container(launcher=ELSEWHERE)) == (False, "alive on elsewhere")
+
+
+@pytest.mark.parametrize("age_s", [0, -3, -7200, 3, 1e9])
+def test_a_launcher_elsewhere_is_gone_once_its_lease_has_not_changed_while_it_was_watched(
+    lease: Path, age_s: float
+) -> None:
+    os.utime(lease, (time.time() - age_s,) * 2)
+    began = time.monotonic()
+    assert reaped(*[container(launcher=ELSEWHERE)] * 50) == (True, "")
+    assert LEASE_S <= time.monotonic() - began < 25 * LEASE_S, "all leases are watched together"
+
+
+def test_a_launcher_elsewhere_is_gone_once_it_withdraws_its_lease(lease: Path) -> None:
+    timer = threading.Timer(LEASE_S / 3, lease.unlink)
+    timer.start()
+    assert reaped(container(launcher=ELSEWHERE)) == (True, "")
+    timer.join()
+
+
+def test_a_listing_waits_for_a_lease_only_briefly_and_says_so(lease: Path) -> None:
+    found = container(launcher=ELSEWHERE)
+    assert watch_leases([[found]], at_most_s=0.1) == set()
+    assert launcher_of(found, (), for_s=0.1) == (
+        True,
+        "on elsewhere, has not renewed its lease for 0.1 s: after 0.4 s it counts as gone",
+    )
+    with renewing(lease, modified=CLOCKS["stands still"]):
+        assert launcher_of(found, watch_leases([[found]]), for_s=0.1) == (True, "alive on elsewhere")
+
+
+def test_a_launcher_of_an_equal_name_on_another_machine_is_judged_by_its_lease(lease: Path) -> None:
     ours = process_key(os.getpid())
     dead = ours.replace(f"/{os.getpid()}/", "/4194304/")
-    assert launcher_of(container(launcher=ours))[0]
-    assert not launcher_of(container(launcher=dead))[0]
-    assert launcher_of(container(launcher=f"{dead}-cloned"))[0], "a pid that only the clone could look for"
-    os.utime(lease, (1.0, 1.0))
-    assert not launcher_of(container(launcher=f"{dead}-cloned"))[0]
+    assert launcher_of(container(launcher=ours), ())[0]
+    assert not launcher_of(container(launcher=dead), {lease})[0]
+    assert launcher_of(container(launcher=f"{dead}-cloned"), {lease})[0], "a pid that only the clone could look for"
+    assert not launcher_of(container(launcher=f"{dead}-cloned"), ())[0]
 
 
 def test_a_launcher_whose_record_is_damaged_may_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +170,7 @@ def test_a_launcher_whose_record_is_damaged_may_live(tmp_path: Path, monkeypatch
     dead = process_key(os.getpid()).replace(f"/{os.getpid()}/", "/4194304/")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "owner.json").touch()
-    kept, words = launcher_of(container(launcher=dead))
+    kept, words = launcher_of(container(launcher=dead), ())
     assert kept, "or reap would remove the ranks of a run that goes on"
     assert f"{tmp_path}/run/owner.json is empty" in words
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from safetensors.numpy import load_file, save_file
 
 from tasks.promotion.register import register_model
-from tasks.registry.models import example_prompt, lineage, resolve
+from tasks.registry.models import _cached_folder, example_prompt, lineage, local_folder, resolve
 from tasks.tracking.client import CLIENT_ENVIRONMENT, registry_client
 from tasks.workspace.paths import keep_password_apart, tracking_uri
 from tests.support.mlflow_store import Store
@@ -178,3 +179,39 @@ def test_a_version_whose_evaluation_cannot_be_read_has_no_example_of_a_prompt(
     assert example_prompt(tmp_path) == ""
     assert "no example of a prompt: " in caplog.text
     assert "eval.json" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a%2e%2e/..%2f..%2fevil"])
+def test_a_registry_that_names_a_version_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    version = ModelVersion(name=name, version="1", creation_timestamp=0, source="s3://bucket/models/1")
+    with pytest.raises(ValueError, match=r"https://registry names the file .*evil-1-"):
+        _cached_folder(version, tracking_uri="https://registry", cache_dir=tmp_path / "models")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/evil", "a/../../../evil", "%2e%2e/%2e%2e/evil"])
+def test_artifacts_that_lead_elsewhere_are_not_downloaded(name: str, tmp_path: Path) -> None:
+    """MLflow's own check, of which this sees that an upgrade keeps it."""
+
+    class Artifacts(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            listed = {"files": [{"path": name, "is_dir": False, "file_size": 4}]}
+            content = json.dumps(listed).encode() if "?" in self.path else b"evil"
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *given: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Artifacts) as server:
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        source = f"http://127.0.0.1:{server.server_port}/api/2.0/mlflow-artifacts/artifacts/m"
+        version = ModelVersion(name="m", version="1", creation_timestamp=0, source=source)
+        scratch = tmp_path / "a" / "b"
+        scratch.mkdir(parents=True)
+        with pytest.raises(MlflowException, match=r"[Ii]nvalid path"):
+            local_folder(version, tracking_uri=f"sqlite:///{tmp_path}/x.db", scratch=scratch)
+        server.shutdown()
+    assert not list(tmp_path.rglob("evil"))

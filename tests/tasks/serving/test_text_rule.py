@@ -51,7 +51,7 @@ def served(champion: Store) -> Iterator[tuple[TestClient, AliasFollower]]:
 def serve(follower: AliasFollower, export: Path) -> None:
     """Serve with the tokenizer of another export."""
     engine = cast(TextGenerator, follower.served.engine)
-    _, engine.end_id, engine.encoder = open_export(export)
+    _, engine.end_ids, engine.encoder = open_export(export)
     engine.tokenizer = engine.encoder.tokenizer
     follower.served.folder = export
     follower.served.__dict__.pop("chat_template", None)

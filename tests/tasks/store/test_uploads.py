@@ -181,6 +181,32 @@ def test_what_was_copied_in_part_or_is_damaged_is_never_brought(
         RunOnStore(f"{url}/runs/verses-1", run_dir).fetch()
 
 
+@pytest.mark.parametrize(("before", "after"), [(b'"tokens": 20', b'"tokens": 21'), (b'"step": 20', b'"step": 30')])
+def test_a_checkpoint_whose_manifest_was_changed_on_the_store_is_not_brought_and_stops_no_upload(
+    before: bytes,
+    after: bytes,
+    s3: S3Server,
+    url: str,
+    run_dir: Path,
+    shards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Uploads(config_of(url, keep_last=5), run_dir, shards):
+        checkpoint(run_dir, 10)
+        manifest = (checkpoint(run_dir, 20) / MANIFEST).read_bytes()
+    prefix = f"{url.removeprefix(f's3://{BUCKET}/')}/runs/verses-1/checkpoints"
+    s3.put(f"{prefix}/00000020/{MANIFEST}", manifest.replace(before, after))
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "elsewhere"))
+    fetch_run(f"{url}/runs/verses-1")
+    there = tmp_path / "elsewhere" / "verses-1"
+    assert [path.name for path in finished_checkpoints(there)] == ["00000010"]
+    assert f"00000020/{MANIFEST} was changed after it was written" in caplog.text
+    RunOnStore(f"{url}/runs/verses-1", there).prune(config_of(url, keep_last=5))
+    assert steps_on(s3, url) == [10, 20], "it counts as incomplete"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["away", "500", "full", "denied"])
 def test_a_store_that_fails_delays_the_copy_and_is_said(

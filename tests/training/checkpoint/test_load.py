@@ -104,6 +104,12 @@ def cut(path: Path) -> None:
     path.write_bytes((content := path.read_bytes())[: len(content) // 2])
 
 
+def put(path: Path, before: bytes, after: bytes) -> None:
+    content = path.read_bytes()
+    assert before in content
+    path.write_bytes(content.replace(before, after))
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "a file cut short": lambda folder: cut(folder / "optimizer.safetensors"),
     "a bit flipped": lambda folder: (folder / "model.safetensors").write_bytes(
@@ -112,6 +118,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a file lost": lambda folder: (folder / "rng-0.safetensors").unlink(),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "half a manifest": lambda folder: cut(folder / "manifest.json"),
+    "another step in the manifest": lambda folder: put(folder / "manifest.json", b'"step": 8', b'"step": 9'),
 }
 
 

@@ -23,7 +23,7 @@ from training.checkpoint.copied_weights import copy_weights
 from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name, write_tensors
 from training.checkpoint.writer import write_index
 from training.config.run import RunConfig
-from training.export import end_ids, export_run, lacks_graphs, why_no_experts
+from training.export import export_run, lacks_graphs, why_no_experts
 from training.exports.latency import measure_latency
 from training.exports.parity import parity_failure
 from training.exports.tensorrt import why_no_tensorrt
@@ -99,21 +99,16 @@ def test_causal_models_end_where_documents_end_and_use_their_cache(exported: Pat
         assert AutoTokenizer.from_pretrained(exported / "export").eos_token_id == END
 
 
-def test_a_continued_model_still_ends_its_turns() -> None:
-    """An instruct model's config.json names the end of a text and of a turn."""
-    assert [end_ids(named, 1) for named in (None, 1, 7, [1, 106])] == [1, 1, [1, 7], [1, 106]]
-
-
 def test_every_engine_is_measured_at_every_shape_in_turns(exported: Path) -> None:
     plan = RunPlan.read(exported / "plan.json")
-    wanted = {"latency_seconds": 0.01, "latency_batches": [1, 2], "latency_lengths": [4, 1000]}
+    wanted = {"latency_seconds": 0.01}
     config = plan.config.model_dump(mode="json") | {"export": wanted}
     plan = plan.model_copy(update={"config": RunConfig.model_validate(config)})
     model = load_model(exported / "export", plan).hf
     report = measure_latency(model, exported / "export", plan=plan)
     graphs = {"forward"} if exported.name == "bert" else {"forward", "decode"}
-    # 1000 tokens are more than the context of 32 has
-    shapes = {(graph, batch, length) for graph in graphs for batch in (1, 2) for length in (4, 31)}
+    # 32 and 128 tokens are more than the context of 32 has
+    shapes = {(graph, batch, 31) for graph in graphs for batch in (1, 8)}
     for engine in ("torch", "ONNX Runtime"):
         found = [figure for figure in report.figures if figure.engine == engine]
         assert {(figure.graph, figure.batch, figure.length) for figure in found} == shapes
@@ -122,7 +117,6 @@ def test_every_engine_is_measured_at_every_shape_in_turns(exported: Path) -> Non
         assert figure.rounds >= 3
         tokens = figure.batch * (figure.length if figure.graph == "forward" else 1)
         assert figure.tokens_per_s == pytest.approx(tokens / figure.median_ms * 1e3)
-    assert "export.latency_compile=true" in report.skipped["torch.compile"]
 
 
 def test_the_model_card_says_how_to_load_it_and_how_good_it_is(exported: Path) -> None:
@@ -183,14 +177,14 @@ def test_the_program_exports_quietly_and_replaces_the_export_of_another_checkpoi
 
 @pytest.mark.slow
 def test_a_graph_that_is_out_of_bounds_is_left_out_with_the_figures_and_the_cure(tmp_path: Path) -> None:
-    wanted = {"precisions": ["fp32", "fp16"], "fp16_max_logit_difference": 1e-12}
+    wanted = {"precisions": ["fp32", "fp16"], "max_logit_difference": 2e-6}
     run_dir = tiny_run(tmp_path / "run", architecture="bert", layers=1, **wanted)
     record = export_run(run_dir)
     assert record.parity.passed
     assert [graph.file for graph in record.parity.graphs] == ["model.onnx"]
     why = record.skipped["model_fp16.onnx"]
-    assert "(bound 1e-12)" in why
-    assert "raise export.fp16_max_logit_difference and export.fp16_max_perplexity_difference" in why
+    assert "(bound 0.0002)" in why
+    assert "raise export.max_logit_difference" in why
     assert not list((run_dir / "export").glob("model_fp16*")), "nor are there weights of a graph that is not there"
     assert record.formats == "Hugging Face, model.onnx"
 

@@ -8,17 +8,7 @@ import pytest
 from PIL import Image
 
 from tasks.reports.export_latency import draw_latency, latency_rows, precision_figures, precision_rows
-from tests.support.tiny_run import tiny_run
-from training.config.export import ExportConfig
-from training.export import export_run
-from training.exports.latency import why_not_measured
 from training.records.results import SERVED, LatencyFigure, LatencyReport, PrecisionQuality
-
-
-def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    why = why_not_measured(ExportConfig(latency_compile=True))
-    assert why.startswith("there is no C++ compiler no-such-compiler: install one")
 
 
 def figure(engine: str, median_ms: float, *, precision: str = "fp32", graph: str = "decode") -> LatencyFigure:
@@ -30,7 +20,7 @@ def figure(engine: str, median_ms: float, *, precision: str = "fp32", graph: str
 
 def test_the_table_compares_with_torch_and_the_picture_is_one(tmp_path: Path) -> None:
     figures = (figure("torch", 6.0), figure("ONNX Runtime", 1.5), figure("ONNX Runtime", 1234.4, precision="fp16"))
-    report = LatencyReport(device="CPU", figures=figures, skipped={}, seconds=1.0)
+    report = LatencyReport(device="CPU", figures=figures, seconds=1.0)
     rows = latency_rows(report)
     assert [row["times torch's speed"] for row in rows] == ["1.00", "4.00", "0.00"]
     assert [row["engine"] for row in rows] == ["torch", "ONNX Runtime fp32", "ONNX Runtime fp16"]
@@ -48,16 +38,3 @@ def test_the_table_compares_with_torch_and_the_picture_is_one(tmp_path: Path) ->
     with Image.open(tmp_path / "latency.png") as picture:
         assert picture.width > 400
         assert len(picture.getcolors(picture.width * picture.height) or ()) > 20
-
-
-@pytest.mark.long
-def test_torch_compile_takes_part_where_there_is_a_compiler(tmp_path: Path) -> None:
-    run_dir = tiny_run(
-        tmp_path / "run", latency_seconds=1, latency_batches=[2], latency_lengths=[8], latency_compile=True
-    )
-    exported = export_run(run_dir)
-    assert "latency.json" not in exported.files, "a second export of a checkpoint would differ from the first"
-    report = LatencyReport.read(run_dir / "export" / "latency.json")
-    assert report.skipped == {}
-    compiled = [figure for figure in report.figures if figure.engine == "torch.compile"]
-    assert {figure.graph for figure in compiled} == {"forward", "decode"}

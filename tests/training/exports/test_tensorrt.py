@@ -17,7 +17,6 @@ import torch
 import training.exports.tensorrt
 from tests.support.tiny_run import tiny_run
 from training.build_engine import build_engines, main
-from training.config.export import TensorRTConfig
 from training.export import export_run
 from training.exports.tensorrt import ShapeRange, profiles, why_no_tensorrt, within
 from training.records.plan import RunPlan
@@ -28,43 +27,37 @@ DECODE = {
     "position_ids": ["batch", "length"],
     "past_key_values.0.key": ["batch", 2, "past", 8],
 }
-CONFIG = TensorRTConfig(usual_batch=2, max_batch=16, max_prefill_batch=4, usual_length=100)
 
 
 def test_a_forward_engine_takes_any_text_up_to_the_context() -> None:
-    assert profiles({"input_ids": ["batch", "length"]}, CONFIG, context=256) == [
-        {"input_ids": ShapeRange((1, 1), (2, 100), (16, 256))}
+    assert profiles({"input_ids": ["batch", "length"]}, max_batch=16, context=256) == [
+        {"input_ids": ShapeRange((1, 1), (1, 128), (16, 256))}
     ]
 
 
 def test_a_decode_engine_takes_few_prompts_behind_nothing_and_many_single_tokens() -> None:
-    prompts, tokens = profiles(DECODE, CONFIG, context=256)
-    assert prompts["input_ids"] == ShapeRange((1, 1), (2, 100), (4, 256))
-    assert prompts["past_key_values.0.key"] == ShapeRange((1, 2, 0, 8), (2, 2, 0, 8), (4, 2, 0, 8))
-    assert prompts["attention_mask"] == ShapeRange((1, 1), (2, 100), (4, 256))
-    assert tokens["input_ids"] == ShapeRange((1, 1), (2, 1), (16, 1))
-    assert tokens["past_key_values.0.key"] == ShapeRange((1, 2, 0, 8), (2, 2, 100, 8), (16, 2, 256, 8))
+    prompts, tokens = profiles(DECODE, max_batch=16, context=256)
+    assert prompts["input_ids"] == ShapeRange((1, 1), (1, 128), (8, 256))
+    assert prompts["past_key_values.0.key"] == ShapeRange((1, 2, 0, 8), (1, 2, 0, 8), (8, 2, 0, 8))
+    assert prompts["attention_mask"] == ShapeRange((1, 1), (1, 128), (8, 256))
+    assert tokens["input_ids"] == ShapeRange((1, 1), (1, 1), (16, 1))
+    assert tokens["past_key_values.0.key"] == ShapeRange((1, 2, 0, 8), (1, 2, 128, 8), (16, 2, 256, 8))
     # as long as cache and new token together, at each of the three
-    assert tokens["attention_mask"] == ShapeRange((1, 1), (2, 101), (16, 257))
+    assert tokens["attention_mask"] == ShapeRange((1, 1), (1, 129), (16, 257))
 
 
 def test_no_profile_reserves_the_logits_of_every_word_of_the_largest_batch() -> None:
     """At 64 prompts of 4,096 tokens and 128,000 words those are 134 GB in fp32."""
-    config, context = TensorRTConfig(max_batch=64), 4096
-    positions = [math.prod(shapes["input_ids"].high) for shapes in profiles(DECODE, config, context=context)]
+    context = 4096
+    positions = [math.prod(shapes["input_ids"].high) for shapes in profiles(DECODE, max_batch=64, context=context)]
     assert positions == [8 * context, 64]
 
 
 @pytest.mark.parametrize("context", [1, 2, 64])
 def test_the_three_shapes_are_in_order_at_every_context(context: int) -> None:
-    for shapes in profiles(DECODE, CONFIG, context=context):
+    for shapes in profiles(DECODE, max_batch=16, context=context):
         for size in shapes.values():
             assert within(size.usual, size.low, size.high)
-
-
-def test_a_usual_batch_above_the_largest_is_refused() -> None:
-    with pytest.raises(ValueError, match="usual_batch = 4 is more than max_batch = 2: raise max_batch"):
-        TensorRTConfig(usual_batch=4, max_batch=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -108,7 +108,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def request(number: int, ids: list[int], new_tokens: int, **changes: Any) -> DecodeRequest:
-    greedy = {"temperature": 0, "top_k": 0, "top_p": 1, "seed": 1, "stop_id": None}
+    greedy = {"temperature": 0, "top_k": 0, "top_p": 1, "seed": 1, "stop_ids": ()}
     return DecodeRequest.model_validate({"number": number, "ids": ids, "new_tokens": new_tokens, **greedy, **changes})
 
 
@@ -166,7 +166,7 @@ def test_one_rank_serves_seeds_refuses_foreign_tokens_and_takes_requests_back(fo
     beside = client.ask([request(i, ids, 20, seed=5 + i, **drawn) for i, ids in enumerate(PROMPTS)])
     assert beside[0] == alone  # whatever else is in the batch
     stop = alone.index(alone[9])
-    assert client.ask([request(0, PROMPTS[0], 20, seed=5, stop_id=alone[stop], **drawn)])[0] == alone[:stop]
+    assert client.ask([request(0, PROMPTS[0], 20, seed=5, stop_ids=(10**6, alone[stop]), **drawn)])[0] == alone[:stop]
     assert client.ask([request(0, PROMPTS[0], 0)]) == {0: []}
 
     client.send(request(1, [258], 5), request(2, PROMPTS[0], 10**6), request(3, PROMPTS[1], 10**6))

@@ -103,7 +103,8 @@ class Plain:
         model.get_input_embeddings().padding_idx = None  # 0 is the end, which is trained here too
         train, loader = plan.config.train, Loader(plan, dp_rank=0, device=torch.device("cpu"))
         adamw = torch.optim.AdamW(
-            parameter_groups([*model.parameters()], weight_decay=train.weight_decay), betas=(train.beta1, train.beta2)
+            parameter_groups(dict(model.named_parameters()), weight_decay=train.weight_decay),
+            betas=(train.beta1, train.beta2),
         )
         self.model, self.losses = model, list[float]()
         for step in range(plan.steps):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.serving.bounded_process import BoundedTemplate
+from tasks.workspace.bounded_process import BoundedTemplate
 
 TEMPLATE = (
     "{% set text = messages[0].content %}"
@@ -58,7 +58,7 @@ def test_a_process_that_does_not_start_or_answer_in_time_is_ended(monkeypatch: p
     assert template.process._process
     assert b"SECRET" not in Path(f"/proc/{template.process._process.pid}/environ").read_bytes()
     template.process._process.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr("tasks.serving.bounded_process.WALL_S", 0.1)
+    monkeypatch.setattr("tasks.workspace.bounded_process.WALL_S", 0.1)
     with pytest.raises(ValueError, match=r"took more than 0\.1 s"):
         template.render([{"role": "user", "content": "x"}])
     template.process.close()

@@ -1,4 +1,4 @@
-"""Renders chats and compiles grammars in processes of their own, whose time and memory are bounded.
+"""Works with what strangers send, such as chat templates and grammars, in processes whose time and memory are bounded.
 
 A template comes with a tokenizer and loops over what clients send: Jinja's sandbox keeps it from files and commands,
 but not from endless loops or gigabytes of text. A grammar comes with a request; one of 40 characters, with the number
@@ -7,6 +7,7 @@ but not from endless loops or gigabytes of text. A grammar comes with a request;
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -14,30 +15,26 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
-from tasks.inference.engine import Engine
 from training.tokenizer.chat_template import ChatTemplate
-from training.tokenizer.text_encoder import open_tokenizer
 
 WORK_S = 2.0  # of CPU time; a chat of 100,000 characters, and a grammar of 20,000 alternatives, take a tenth
 WALL_S = 20.0  # for a process that waits, or that other programs leave no CPU
 MEMORY_BYTES = 2**30  # of address space, of which Python and its libraries take a fourth
 MAX_CHARS = 10_000_000
 ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", "TZ", "PYTHON")  # beginnings of the names that it gets
-KEPT_GRAMMARS = 8  # of the last requests
 
 
 class BoundedProcess:
     """A process that answers requests one after another. It is started at the first one, and again after one that ended
-    it. `kind`: a key of WORK, whose function gets `given`. `sentence`: of an error, with a place for the limit.
+    it. `work`: MODULE:FUNCTION, which gets `given` and returns a function from request to text. `sentence`: of an
+    error, with a place for the limit.
     """
 
-    def __init__(self, kind: str, *given: Any, sentence: str) -> None:
-        self.kind, self.given, self.sentence = kind, given, sentence
+    def __init__(self, work: str, *given: Any, sentence: str) -> None:
+        self.work, self.given, self.sentence = work, given, sentence
         self._process: subprocess.Popen[str] | None = None
         self._lock, self._closed = threading.Lock(), False
 
@@ -48,7 +45,7 @@ class BoundedProcess:
         """
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"the process for a {self.kind} was closed with its version")
+                raise RuntimeError(f"the process for {self.work} was closed with its version")
             process = self._process = self._process or self._start()
             reply = _ask(process, json.dumps(request))
             if not reply:
@@ -70,7 +67,7 @@ class BoundedProcess:
             self._end()
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", "-m", "tasks.serving.bounded_process"]
+        command = [sys.executable, "-P", "-m", "tasks.workspace.bounded_process"]
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -79,9 +76,9 @@ class BoundedProcess:
             start_new_session=True,
             env={name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)},
         )
-        if not _ask(process, json.dumps([self.kind, *self.given])):  # answered when it is ready
+        if not _ask(process, json.dumps([self.work, *self.given])):  # answered when it is ready
             process.communicate()
-            raise RuntimeError(f"the process for a {self.kind} did not start (exit code {process.returncode})")
+            raise RuntimeError(f"the process for {self.work} did not start (exit code {process.returncode})")
         return process
 
     def _end(self) -> int:
@@ -110,69 +107,28 @@ def _ask(process: subprocess.Popen[str], line: str) -> str:
 
 
 class BoundedTemplate(ChatTemplate):
-    """A chat template that is rendered in a bounded process."""
+    """A chat template that is read and rendered in a bounded process."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         super().__init__(source, tokens)
-        sentence = "the model's chat template {} for these messages: send fewer or shorter ones"
-        self.process = BoundedProcess("chat", source, dict(tokens), sentence=sentence)
+        sentence = "the model's chat template {}: send fewer or shorter messages, or mend or remove it"
+        self.process = BoundedProcess(f"{ChatTemplate.__module__}:answers", source, dict(tokens), sentence=sentence)
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        return self.process.ask(messages)
+        return self.process.ask({"messages": messages})
 
-
-class BoundedGrammars:
-    """Compiles grammars, each first in a bounded process, which can be ended, and keeps the last ones.
-
-    `engine`: one that takes grammars.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self._lock = engine, threading.Lock()
-        self._kept: dict[str, Mapping[str, Any]] = {}  # by source, oldest first
-        sentence = "text cannot be constrained by this grammar: its compilation {}; simplify it"
-        self.process = BoundedProcess("grammar", str(engine.encoder.file), engine.end_id, sentence=sentence)
-
-    def compile(self, grammar: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the compiled grammar. Raises ValueError for one that is invalid or takes too long."""
-        assert self.engine.grammars
-        source = self.engine.grammars.source(grammar)
-        if found := self._kept.get(source):  # no other grammar's compilation is waited for
-            return found
-        with self._lock:
-            if source not in self._kept:
-                self.process.ask(grammar)
-                self._kept[source] = self.engine.grammars.compile(grammar)
-                if len(self._kept) > KEPT_GRAMMARS:
-                    del self._kept[next(iter(self._kept))]
-            return self._kept[source]
-
-
-def _renderer(source: str, tokens: Mapping[str, str]) -> Callable[[Any], str]:
-    return ChatTemplate(source, tokens).render
-
-
-def _compiler(tokenizer_file: str, end_id: int) -> Callable[[Any], str]:
-    from tasks.inference.onnx_generator import Grammars
-
-    grammars = Grammars(open_tokenizer(Path(tokenizer_file), None), end_id)
-    with suppress(ValueError):  # llguidance is not installed, which each request reports
-        grammars.matcher({"regex": ""})  # so that no request pays for reading the tokenizer
-
-    def compiled(grammar: Mapping[str, Any]) -> str:
-        grammars.compile(grammar)
-        return ""
-
-    return compiled
-
-
-WORK: dict[str, Callable[..., Callable[[Any], str]]] = {"chat": _renderer, "grammar": _compiler}
+    def written(self, special_tokens: Iterable[str]) -> tuple[str, ...]:
+        try:
+            return tuple(json.loads(self.process.ask({"special_tokens": list(special_tokens)})))
+        finally:
+            self.process.close()
 
 
 def main(requests: IO[str], replies: IO[str]) -> None:
     """Answer each line of a request with a line of text and error, until the server closes the pipe."""
-    kind, *given = json.loads(requests.readline())
-    work = WORK[kind](*given)
+    name, *given = json.loads(requests.readline())
+    module, _, function = name.partition(":")
+    work = getattr(importlib.import_module(module), function)(*given)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     print(json.dumps(["", ""]), file=replies, flush=True)
     for line in requests:

@@ -1,0 +1,56 @@
+"""Checks a model's folder before any library opens a file of it: whoever made it may be a stranger.
+
+A pipe would be waited for, a device or a file of gigabytes read to its end, and JSON that is nested deeply ends a
+parser. Tensors are checked by their headers (model_state.py), tokenizer.json by its own library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from training.records.record import MOST_FIELDS_BYTES, DamagedRecord, check_regular, read_fields
+
+MIB = 2**20
+LARGEST: dict[str, int | None] = {  # bytes of the files that transformers and tokenizers read; the first that fits
+    "tokenizer.json": 256 * MIB,
+    "*.json": MOST_FIELDS_BYTES,
+    "*.jinja": MIB,
+    "*.model": 64 * MIB,
+    "*.txt": 64 * MIB,
+    "*.py": MIB,
+    "*.safetensors": None,
+    "*.bin": None,
+}
+FIELDS = (  # files that have one JSON object
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "adapter_config.json",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "*.safetensors.index.json",
+)
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise ValueError, with the file and the reason, for a folder with a file that no library should open."""
+    for path in _files(folder):
+        largest = next((size for kind, size in LARGEST.items() if path.match(kind)), 0)
+        try:
+            if largest != 0:
+                check_regular(path, most_bytes=largest)
+            if any(map(path.match, FIELDS)):
+                read_fields(path)
+        except FileNotFoundError:
+            raise DamagedRecord(path, "is a link to nothing") from None
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    yield from sorted(folder.iterdir())
+    templates = folder / "additional_chat_templates"  # in which transformers looks
+    if templates.is_dir():
+        yield from sorted(templates.iterdir())
