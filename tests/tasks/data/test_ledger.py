@@ -198,7 +198,7 @@ BROKEN += ["array.json"]
 def with_broken_files(folder: Path, kinds: list[str], *, readable: int, size: int = 30_000) -> dict[str, Any]:
     folder.mkdir()
     for number in range(40):
-        (folder / f"good{number:02d}.txt").write_bytes(b"rivers " * (readable // 7 // 40))
+        (folder / f"good{number:02d}.txt").write_bytes(b"%06d " % number * (readable // 7 // 40))
     for kind in kinds:
         broken(folder, kind, size)
     return {"path": str(folder), "tokenizer": {"kind": "bytes"}, "on_error": "skip"}
