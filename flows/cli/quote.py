@@ -35,7 +35,7 @@ def _quote(options: argparse.Namespace) -> None:
     from tasks.workspace.paths import home
 
     goals = Goals(None if options.deadline is None else read_deadline(options.deadline), options.budget)
-    config, text = load_config(options.preset, options.overrides), []
+    config, text = load_config(options.preset, options.overrides), None
     machines = read_machines(options.machines or EXAMPLE)
     if config.train.max_epochs and (config.data.path or config.data.sources):  # they decide about the number of steps
         from tasks.data.estimate import estimate_text

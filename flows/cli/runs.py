@@ -156,7 +156,7 @@ def _plan(options: argparse.Namespace) -> None:
     with_text = bool(config.data.path or config.data.sources)
     if with_text and options.hosts is None:  # other machines have other files
         check_inputs(config)
-    text = estimate_text(config) if with_text and options.hosts is None else []
+    text = estimate_text(config) if with_text and options.hosts is None else None
     plan = plan_run(config, inventory=_inventory(config, hosts=options.hosts), text=text)
     check_weights(config)
     if options.json:

@@ -228,7 +228,7 @@ def _inventory(config: RunConfig, folder: Path) -> Inventory:
 @stage("Plan the run")
 def plan(config: RunConfig, inventory: Inventory) -> RunPlan:
     """Plan without a run: nothing is written."""
-    made = planning.plan_run(config, inventory=inventory, text=estimate_text(config) if config.data.given else ())
+    made = planning.plan_run(config, inventory=inventory, text=estimate_text(config) if config.data.given else None)
     check_weights(config)
     show_pairs(describe_plan(made), key="plan", description="The plan")
     return made

@@ -11,12 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from tasks.data.readers import Span
-from tasks.data.sources import LINES_SUFFIXES, Source
+from tasks.data.readers import Piece, Span, read_spans
+from tasks.data.sources import LINES_SUFFIXES, SkippedDocuments, Source
 from training.config.data import DataConfig
 
 FOOTER_THREADS = 32  # threads that read footers mostly wait, above all for object stores
+
+
+class LastPiece(NamedTuple):
+    """The last piece of a sample: its source, the number of its document there, and of the document's pieces."""
+
+    source: int
+    document: int
+    pieces: int
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,8 @@ class Chunk:
     """Text that becomes one shard of each split, or several shards if it could not be cut small enough.
 
     `repeated`: numbers of the documents that are left out (data.deduplicate). `train_characters`: with a split by
-    characters, how many from the chunk's first on belong to train, in this chunk and those after it.
+    characters, how many from the chunk's first on belong to train, in this chunk and those after it. `last`: where the
+    sample ends, if the chunk is one of which only the beginning is read.
     """
 
     index: int
@@ -32,6 +42,24 @@ class Chunk:
     num_bytes: int  # bytes of its files; 0 for the hub
     repeated: tuple[int, ...] = ()
     train_characters: int = 0
+    last: LastPiece | None = None
+
+
+def read_chunk(chunk: Chunk, data: DataConfig, skipped: SkippedDocuments) -> Iterator[Piece]:
+    """Yield the pieces of a chunk; unreadable documents go to `skipped`, which may raise."""
+    pieces = read_spans(chunk.spans, data, skipped)
+    if chunk.last is None:
+        yield from pieces
+        return
+    left = chunk.last.pieces
+    for piece in pieces:
+        order = (piece.source, piece.place.number)
+        if order > chunk.last[:2]:  # the last one itself is left out
+            return
+        yield piece
+        left -= order == chunk.last[:2]
+        if not left:
+            return
 
 
 def cut_chunks(sources: Sequence[Source], data: DataConfig) -> list[Chunk]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.data.chunks import Chunk, cut_chunks
+from tasks.data.chunks import Chunk, cut_chunks, read_chunk
 from tasks.data.encoder import SavedTokenizer, TokensDiffer, forget_words
 from tasks.data.engine import Engine, LocalProcesses, run_chunks
 from tasks.data.readers import LONGEST_PIECE, Piece, Place, Span, read_spans
@@ -58,7 +58,15 @@ from training.config.store import StoreConfig
 from training.facts.cures import Cure
 from training.records.record import sha256_file, write_atomically
 from training.records.text_encoding import TextEncoding
-from training.records.token_shards import FinishedChunk, Ledger, Shard, SkippedDocument, SourceFile, TokenShards
+from training.records.token_shards import (
+    FinishedChunk,
+    Ledger,
+    Shard,
+    SkippedDocument,
+    SourceFile,
+    TokenShards,
+    largest_files,
+)
 from training.records.words import counted, format_duration
 from training.shards.format import (
     LIBRARY,
@@ -138,6 +146,7 @@ def prepare_corpus(
     store: StoreConfig = NO_STORE,
     engine: Engine | None = None,
     continued: bool = False,
+    sampled: Callable[[Corpus], Corpus] | None = None,
 ) -> tuple[Path, TokenShards]:
     """Return the shard folder of this corpus, inside `tokens_home`, and its manifest; make them if they are missing.
 
@@ -145,6 +154,7 @@ def prepare_corpus(
     the next one continues. The work is done by `engine`, by default data.processes of this machine; the shards have the
     same bytes in any case. Without `progress` a bar is shown if stderr is a terminal; otherwise a line is logged every
     15 s. `continued`: the tokens are for a pretrained model, whose tokenizer data.tokenizer.bos=auto follows.
+    `sampled`: gives a part of each corpus, of which shards are made instead, in a folder that no other call uses.
     Raises ValueError, which names the place and the cure, for a corpus, a tokenizer or a split that cannot work.
     """
     pretrained = load_pretrained(data.tokenizer)
@@ -157,13 +167,16 @@ def prepare_corpus(
     joins = pretrained is not None and needs_context(pretrained.tokenizer)
     with contextlib.ExitStack() as stack:
         report = progress or stack.enter_context(text_progress())
-        found = functools.partial(_found, report=report, engine=engine or LocalProcesses(data.processes), joins=joins)
+        engine = engine or LocalProcesses(data.processes)
+        found = functools.partial(_found, report=report, engine=engine, joins=joins, sampled=sampled)
         shared = _Shared(tokens_home.absolute(), store, pretrained, specials, encoding, written)
         if not data.sources:
             folder, shards = _prepare_one(found(data), shared)
         else:
             parts = [
-                _Finished(*_shards_of(source.path)) if source.path.startswith(SHARDS) else found(own)
+                _Finished(*_shards_of(source.path, verify=sampled is None))
+                if source.path.startswith(SHARDS)
+                else found(own)
                 for source, own in ((source, data.of_source(source)) for source in data.sources)
             ]
             folder, shards = _prepare_mixture(data, parts, shared)
@@ -393,6 +406,13 @@ def _manifest_of_mixture(
             "shards": tuple(shards),
             **Ledger.total(manifests),
             "skipped_examples": tuple(line for each in manifests for line in each.skipped_examples)[:EXAMPLES_KEPT],
+            "largest_skipped": largest_files(
+                {
+                    f"{name}/{file.name}": file.num_bytes
+                    for name, each in zip(names, manifests, strict=True)
+                    for file in each.largest_skipped
+                }
+            ),
             "garbled_example": next(filter(None, (each.garbled_example for each in manifests)), ""),
             "asked_fraction": 0.0,  # the parts say it
             "left_out": tuple(
@@ -417,10 +437,10 @@ class _Finished:
     manifest: TokenShards
 
 
-def _shards_of(path: str) -> tuple[Path, TokenShards]:
+def _shards_of(path: str, *, verify: bool) -> tuple[Path, TokenShards]:
     """Return the folder that `shards:FOLDER` names, and its manifest. Raises ValueError if it is incomplete."""
     folder = Path(path.removeprefix(SHARDS)).expanduser().resolve()
-    return folder, verify_hashes(folder)
+    return folder, verify_hashes(folder) if verify else read_manifest(folder)
 
 
 def _check_finished(data: DataConfig) -> None:
@@ -469,13 +489,14 @@ def _discard_other_mixture(folder: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _found(data: DataConfig, **how: Any) -> Corpus:
+def _found(data: DataConfig, *, sampled: Callable[[Corpus], Corpus] | None, **how: Any) -> Corpus:
     skipped = SkippedDocuments(data.on_error)
-    sources = find_sources(data, skipped)
+    sources = find_sources(data, skipped, hashed=sampled is None)
     tables = [source for source in sources if source.format == "tsv" and data.table.quoting == "auto"]
     with ThreadPoolExecutor(LISTING_THREADS) as pool:
         quotes = list(pool.map(_quotes_in, tables))
-    return Corpus(data, sources, skipped, quotes, functools.cache(lambda: cut_chunks(sources, data)), **how)
+    corpus = Corpus(data, sources, skipped, quotes, functools.cache(lambda: cut_chunks(sources, data)), **how)
+    return sampled(corpus) if sampled else corpus
 
 
 @dataclass(frozen=True)
@@ -549,7 +570,7 @@ class Corpus:
             yield from self.pieces_of(chunk)
 
     def pieces_of(self, chunk: Chunk) -> Iterator[Piece]:
-        return read_spans(chunk.spans, self.data, SkippedDocuments(self.data.on_error, repeated=chunk.repeated))
+        return read_chunk(chunk, self.data, SkippedDocuments(self.data.on_error, repeated=chunk.repeated))
 
     def must_draw(self, *, num_corpora: int) -> bool:
         """Whether a BPE's part of data.tokenizer.sample_mib is less than the text to train on; reads that much text."""
@@ -559,7 +580,7 @@ class Corpus:
         if self.total_bytes is not None and self.total_bytes <= limit:
             return False
         skipped, size = SkippedDocuments(self.data.on_error), 0
-        for piece in itertools.chain.from_iterable(read_spans(each.spans, self.data, skipped) for each in self.chunks):
+        for piece in itertools.chain.from_iterable(read_chunk(each, self.data, skipped) for each in self.chunks):
             size += 0 if self.sources[piece.source].held_out else len(piece.text.encode())
             if size > limit:
                 return True
@@ -794,8 +815,13 @@ def _tokenize(
     examples = itertools.islice((example for chunk in finished for example in chunk.skipped_examples), EXAMPLES_KEPT)
     skipped = [(place, problem) for place, problem in corpus.skipped_sources.examples]
     skipped += [(_place(corpus, example), example.problem) for example in examples]
+    bytes_by_file = corpus.skipped_sources.bytes_by_file.copy()
+    for chunk in finished:
+        bytes_by_file.update(chunk.bytes_by_file)
     garbled = next(filter(None, (chunk.garbled_example for chunk in finished)), None)
     counts = Ledger.total(finished)
+    counts["skipped"] += corpus.skipped_sources.count
+    counts |= {"skipped_bytes": bytes_by_file.total(), "skipped_files": len(bytes_by_file)}
     manifest = TokenShards(
         fingerprint=fingerprint,
         sources=tuple(source.record for source in corpus.sources),
@@ -808,7 +834,8 @@ def _tokenize(
         dtype=tokenizer.dtype,
         split_rule=rule.why,
         shards=tuple(shard for chunk in finished for shard in chunk.shards),
-        **counts | {"skipped": corpus.skipped_sources.count + counts["skipped"]},
+        **counts,
+        largest_skipped=largest_files(bytes_by_file),
         skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped[:EXAMPLES_KEPT]),
         garbled_example=f"{garbled.problem} in {_place(corpus, garbled)}" if garbled else "",
         asked_fraction=rule.validation_fraction if rule.kind == "documents" else 0.0,

@@ -1,46 +1,181 @@
-"""Estimates how much text a corpus has, before it is tokenized: from its files' sizes and a sample from all over it."""
+"""Estimates how much text a corpus has before it is tokenized: makes shards of a sample of it, as a run makes them."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
+import logging
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
-
-from tasks.data.chunks import Chunk, cut_chunks
-from tasks.data.encoder import load_tokenizer
-from tasks.data.losses import losses_of
-from tasks.data.readers import Piece, Span, read_spans
-from tasks.data.sample import draw
-from tasks.data.sharding import special_tokens_in, unknown_characters
-from tasks.data.sources import SkippedDocuments, Source, check_contents, find_sources
-from tasks.data.split import ENOUGH_DOCUMENTS, Passage, no_text, split_of
-from tasks.data.tokenizer import load_pretrained, save_tokenizer, special_tokens, text_encoding
+from tasks.data.chunks import Chunk, LastPiece
+from tasks.data.corpus import Corpus, prepare_corpus
+from tasks.data.engine import LocalProcesses
+from tasks.data.readers import Span, read_spans
+from tasks.data.sources import SkippedDocuments, Source
+from tasks.data.split import no_text
 from tasks.planning.text import TextEstimate
-from training.config.run import DataConfig, RunConfig
-from training.records.token_shards import Ledger, unlike_parts
+from training.config.data import SHARDS, DataConfig
+from training.config.run import RunConfig
+from training.records.token_shards import Shard, TokenShards
+from training.shards.packing import Epoch, one_epoch
 
 CHUNKS_READ = 16
-READ_BYTES = 32 * 2**20  # of text, in all of these chunks
-ENCODED_BYTES = 2**20
+READ_BYTES = 8 * 2**20  # of text, in all of these chunks
+STEP_BYTES = 2**12
+LEARNED_MIB = 1  # of the sample of a larger corpus; a BPE learns from 4 MB in a second
 
 
-def estimate_text(config: RunConfig) -> list[TextEstimate]:
-    """Estimate each source of text that is a file, a folder or a URL; there is none for hub sets and for shards.
+def estimate_text(config: RunConfig) -> TextEstimate | None:
+    """Estimate the text of the corpus from a sample of each source; None if all of it is on the hub, which is not read.
 
-    Raises ValueError, with the cure, for what would stop the run: no text, or a document in the sample that cannot be
-    read.
+    Raises ValueError, with the cure, for what would stop the run.
     """
     data = config.data
-    each = [(source.label, data.of_source(source)) for source in data.sources] or [(data.described, data)]
-    masked = config.objective == "masked"
-    return [_estimate(name, own, masked=masked) for name, own in each if not own.path.startswith(("hub:", "shards:"))]
+    read = tuple(source for source in data.sources if not source.path.startswith("hub:"))
+    if data.path.startswith("hub:") or (data.sources and not read):
+        return None
+    samples = _Samples()
+    with tempfile.TemporaryDirectory() as home, _quiet():
+        folder, made = prepare_corpus(
+            data.model_copy(update={"sources": read}),
+            tokens_home=Path(home),
+            objective=config.objective,
+            progress=lambda phase, done_bytes, total_bytes: None,
+            engine=LocalProcesses(1),
+            continued=config.model.init == "pretrained",
+            sampled=samples.draw,
+        )
+        epochs = one_epoch(folder, packing=config.train.packing, context=config.train.context)
+    drawn = iter(samples.drawn)
+    parts = [None if source.path.startswith(SHARDS) else next(drawn) for source in read] or [next(drawn)]
+    shards = _of_all_text(made, parts, data)
+    times = [shards.tokens_of_part(n, "train") / max(1, made.tokens_of_part(n, "train")) for n in range(len(parts))]
+    is_counted = all(part is None or part.is_all for part in parts)
+    whole = [_times(epoch, share) for epoch, share in zip(epochs, times, strict=True)]
+    return TextEstimate(
+        name=data.described,
+        shards=shards,
+        sample=made if is_counted else made.model_copy(update={"asked_fraction": 0.0}),  # `shards` says it
+        epochs=tuple(whole) if read == data.sources else (),
+        is_counted=is_counted,
+        read_bytes=sum(part.read_bytes for part in parts if part),
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Log nothing of how the sample becomes shards: the plan says it of all text."""
+    log = logging.getLogger("tasks.data")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A part of a corpus. `times`: by chunk, how often the text that is read of it is in what it stands for."""
+
+    times: dict[int, float]
+    read_bytes: float
+
+    @property
+    def is_all(self) -> bool:
+        return all(times == 1 for times in self.times.values())
+
+
+def _of_all_text(made: TokenShards, parts: Sequence[_Sample | None], data: DataConfig) -> TokenShards:
+    """Return the manifest of a corpus, by that of its sample."""
+
+    def of_all(shard: Shard) -> Shard:
+        sample = parts[shard.part or 0]
+        times = sample.times[shard.chunk] if sample else 1
+        counts = ("tokens", "documents", "text_bytes")
+        return shard.model_copy(update={name: round(times * getattr(shard, name)) for name in counts})
+
+    words = made.vocab_size
+    if data.tokenizer.kind == "bpe" and any(part and not part.is_all for part in parts):
+        words = max(words, data.tokenizer.bpe_size)  # a sample may have fewer
+    shards = tuple(map(of_all, made.shards))
+    return made.model_copy(update={"shards": shards, "vocab_size": words, "fingerprint": ""})
+
+
+def _times(epoch: Epoch, times: float) -> Epoch:
+    return Epoch(*(round(times * number) for number in epoch))
+
+
+class _Samples:
+    """Draws samples of corpora, from all over each. `drawn`: those of all corpora, in their order."""
+
+    def __init__(self) -> None:
+        self.drawn: list[_Sample] = []
+
+    def draw(self, corpus: Corpus) -> Corpus:
+        """Return the corpus with the sample as its chunks."""
+        corpus.check_contents()
+        chosen = [each for stratum in _strata(corpus.chunks) for each in stratum]
+        limit = READ_BYTES // max(1, len(chosen))
+        chunks, times, read_bytes, text_bytes = [], {}, 0.0, 0
+        for chunk, num_bytes in chosen:
+            last, share, size = _read(chunk, corpus.data, limit=limit)
+            text_bytes += size
+            chunks.append(replace(chunk, last=last))
+            here = share * chunk.num_bytes
+            times[chunk.index] = num_bytes / here if here else 1.0
+            read_bytes += here
+        sample = _Sample(times, read_bytes)
+        self.drawn.append(sample)
+        data = corpus.data
+        if not text_bytes and not sample.is_all:
+            raise no_text(data, f"data.path={data.path}: the sample")
+        data = data if sample.is_all else _for_a_part(data)
+        return replace(corpus, data=data, sources=_recognised(corpus.sources), cut=lambda: chunks)
+
+
+def _for_a_part(data: DataConfig) -> DataConfig:
+    """Return the settings with which a part of a corpus becomes shards: it may have too few documents to hold some out,
+    and a BPE learns less from it.
+    """
+    split = "auto" if data.split == "documents" else data.split
+    tokenizer = data.tokenizer.model_copy(update={"sample_mib": LEARNED_MIB})
+    return data.model_copy(update={"split": split, "tokenizer": tokenizer})
+
+
+def _recognised(sources: Sequence[Source]) -> list[Source]:
+    """Return the sources with their places instead of hashes, which would need all of their bytes."""
+    places = (each.remote.url if each.remote else str(each.path) for each in sources)
+    return [
+        replace(source, record=source.record.model_copy(update={"sha256": place}))
+        for source, place in zip(sources, places, strict=True)
+    ]
+
+
+def _strata(chunks: Sequence[Chunk]) -> Iterator[list[tuple[Chunk, int]]]:
+    """Yield chunks from all over the text without data.validation_path and, apart, from all over that; each with the
+    bytes that it stands for.
+    """
+    for held_out in (False, True):
+        parts = [_part(chunk, len(chunks) + held_out, held_out=held_out) for chunk in chunks]
+        own = [part for part in parts if part.spans]
+        borders = sorted({len(own) * number // CHUNKS_READ for number in range(CHUNKS_READ + 1)})
+        yield [
+            (own[first], sum(chunk.num_bytes for chunk in own[first:stop]))
+            for first, stop in itertools.pairwise(borders)
+        ]
+
+
+def _part(chunk: Chunk, index: int, *, held_out: bool) -> Chunk:
+    """Return the part of a chunk that is held out, or the other; a chunk that has both gets another index."""
+    spans = tuple(span for span in chunk.spans if span.source.held_out == held_out)
+    if len(spans) in (0, len(chunk.spans)):
+        return replace(chunk, spans=spans)
+    return replace(chunk, index=index, spans=spans, num_bytes=sum(map(_size, spans)))
 
 
 @dataclass(frozen=True)
@@ -50,110 +185,42 @@ class _Watched(Source):
     opened: list[io.BufferedReader] = field(default_factory=list)
 
     def open_bytes(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
-        self.opened.append(super().open_bytes(wanted_bytes=wanted_bytes))
+        file = super().open_bytes(wanted_bytes=wanted_bytes)
+        self.opened.append(_InSteps(file.detach()) if self.compression and not self.remote else file)
         return self.opened[-1]
 
 
-class _FirstCopies(SkippedDocuments):
-    """Leaves out each document that repeats one that was read before it (data.deduplicate=exact)."""
+class _InSteps(io.BufferedReader):
+    """A compressed file that gives few bytes at once, so that its position tells how many were needed."""
 
-    def __init__(self, on_error: Literal["stop", "skip"]) -> None:
-        super().__init__(on_error, digests=[])
-        self._seen = set[bytes]()
-
-    def is_repeated(self, text_sha256: Callable[[], bytes]) -> bool:
-        digest = text_sha256()
-        repeated = digest in self._seen
-        self._seen.add(digest)
-        self.num_repeated += repeated
-        return repeated
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(size if size is None or size < 0 else min(size, STEP_BYTES))
 
 
-def _estimate(name: str, data: DataConfig, *, masked: bool) -> TextEstimate:
-    skipped = SkippedDocuments(data.on_error) if data.deduplicate == "off" else _FirstCopies(data.on_error)
-    sources = find_sources(data, skipped, hashed=False)
-    check_contents(sources, skipped)
-    chunks = cut_chunks(sources, data)
-    chosen = [chunks[len(chunks) * n // CHUNKS_READ] for n in range(CHUNKS_READ)]
-    chosen = list(dict.fromkeys(chosen)) if len(chunks) > CHUNKS_READ else chunks
-    texts: list[str] = []
-    sizes = Counter[str]()  # of the documents that are read, by their names
-    read_bytes = text_bytes = documents = 0.0
-    for chunk in chosen:
-        found, share = _read(chunk, data, skipped, limit=READ_BYTES // len(chosen))
-        texts += [piece.text for piece in found]
-        for piece in found:
-            sizes[piece.name] += len(piece.text)
-        read_bytes += share * chunk.num_bytes
-        text_bytes += sum(len(piece.text.encode()) for piece in found)
-        documents += sum(piece.last for piece in found)
-    if not texts:
-        raise no_text(data, f"data.path={data.path}: the sample")
-    file_bytes = sum(source.record.num_bytes for source in sources)
-    times = max(1.0, sum(chunk.num_bytes for chunk in chunks) / read_bytes)
-    sample = draw(texts, ENCODED_BYTES)
-    sample_bytes = len("".join(sample).encode())
-    with unknown_characters(source.name for source in sources):
-        learns_from_all = text_bytes <= ENCODED_BYTES
-        per_byte, ledger, special = _tried(data, sample, texts, learns_from_all=learns_from_all, masked=masked)
-    tokens = times * (per_byte * text_bytes + documents)
-    held_out = sum(source.record.num_bytes for source in sources if source.held_out) / max(1, file_bytes)
-    train = 1 - (held_out if data.validation_path else data.validation_fraction)
-    return TextEstimate(
-        name=name,
-        files=len(sources),
-        file_bytes=file_bytes,
-        documents=round(times * documents),
-        text_bytes=round(times * text_bytes),
-        tokens=round(tokens),
-        train_tokens=round(train * tokens),
-        sample_bytes=sample_bytes,
-        is_counted=times == 1,
-        left_out=tuple(skipped.left_out),
-        ledger=ledger.model_copy(update=skipped.counts()),
-        skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped.examples),
-        hints=(*skipped.hints, *special, *_unlike_parts(data, sources, sizes, is_counted=times == 1)),
-        garbled_example="{1} in {0}".format(*skipped.garbled.example) if skipped.garbled.example else "",
-    )
-
-
-def _unlike_parts(
-    data: DataConfig, sources: Sequence[Source], sizes: Mapping[str, int], *, is_counted: bool
-) -> list[str]:
-    """Return that whole documents would be held out, and of unlike lengths; files of one document are known by size."""
-    if not is_counted:
-        whole_files = data.text_unit == "file" and all(source.format == "text" for source in sources)
-        sizes = {source.name: source.record.num_bytes for source in sources} if whole_files else {}
-    by_documents = data.split == "documents" or (data.split == "auto" and len(sizes) >= ENOUGH_DOCUMENTS)
-    if data.validation_path or not by_documents:
-        return []
-    asked = data.validation_fraction
-    held_out = sum(size for name, size in sizes.items() if split_of(name, asked) == "validation")
-    return unlike_parts(held_out, sum(sizes.values()), asked=asked) if held_out < sum(sizes.values()) else []
-
-
-def _read(chunk: Chunk, data: DataConfig, skipped: SkippedDocuments, *, limit: int) -> tuple[list[Piece], float]:
-    """Return the first pieces of a chunk, about `limit` bytes of text, and the share of its bytes that they are."""
+def _read(chunk: Chunk, data: DataConfig, *, limit: int) -> tuple[LastPiece | None, float, int]:
+    """Return where the first pieces of a chunk end, None: they are all; the share of its bytes that they are, and the
+    bytes of their text, about `limit`.
+    """
     spans = [replace(span, source=_Watched(**vars(span.source))) for span in chunk.spans]
-    pieces: list[Piece] = []
-    size = 0
-    for piece in read_spans(spans, data, skipped):
-        pieces.append(piece)
+    last, size = LastPiece(-1, -1, 0), 0
+    for piece in read_spans(spans, data, SkippedDocuments(data.on_error)):
+        place = (piece.source, piece.place.number)
+        last = LastPiece(*place, last.pieces + 1 if place == last[:2] else 1)
         size += len(piece.text.encode())
         if size >= limit:
-            return pieces, _share_read(chunk, spans, piece)
-    return pieces, 1.0
+            return last, _share_read(chunk, spans, piece.place.span, piece.place.number), size
+    return None, 1.0, size
 
 
-def _share_read(chunk: Chunk, spans: Sequence[Span], last: Piece) -> float:
-    """Return the share of a chunk's bytes that its reader has read when it yields `last`."""
-    at = next(place for place, span in enumerate(spans) if span.source.name == last.place.span.source.name)
+def _share_read(chunk: Chunk, spans: Sequence[Span], last: Span, document: int) -> float:
+    """Return the share of a chunk's bytes that its reader has read with a document of its span `last`."""
+    at = next(place for place, span in enumerate(spans) if span.number == last.number)
     span = spans[at]
     before = sum(_size(each) for each in spans[:at])
     here = chunk.num_bytes - before - sum(_size(each) for each in spans[at + 1 :])
     assert isinstance(span.source, _Watched)
     if span.source.format == "parquet":
-        share = _share_of_rows(span, last.place.number)
+        share = _share_of_rows(span, document)
     else:
         file = span.source.opened[-1]
         share = 1.0 if file.closed else (file.tell() - (span.start or 0)) / max(1, here)
@@ -161,7 +228,8 @@ def _share_read(chunk: Chunk, spans: Sequence[Span], last: Piece) -> float:
 
 
 def _size(span: Span) -> int:
-    return span.source.record.num_bytes if span.stop is None else span.stop - span.start
+    whole = span.stop is None or span.source.format == "parquet"
+    return span.source.record.num_bytes if whole else (span.stop or 0) - span.start
 
 
 def _share_of_rows(span: Span, row: int) -> float:
@@ -171,38 +239,3 @@ def _share_of_rows(span: Span, row: int) -> float:
         metadata = pyarrow.parquet.read_metadata(file)
     rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     return (row - sum(rows[: span.start])) / max(1, sum(rows[span.start : span.stop]))
-
-
-def _tried(
-    data: DataConfig, sample: Sequence[str], texts: Sequence[str], *, learns_from_all: bool, masked: bool
-) -> tuple[float, Ledger, list[str]]:
-    """Return the tokens for a byte of the sample, what of it is lost, and a sentence about special tokens in all texts.
-
-    A BPE that learns from more text than the sample is tried on other text.
-    """
-    pretrained = load_pretrained(data.tokenizer)
-    specials = special_tokens(pretrained, masked=masked)
-    learned, tried = (sample, sample) if learns_from_all or len(sample) < 2 else (sample[::2], sample[1::2])
-    with tempfile.TemporaryDirectory() as folder:
-        saved = save_tokenizer(
-            Path(folder),
-            data.tokenizer,
-            pretrained=pretrained,
-            specials=specials,
-            encoding=text_encoding(data.tokenizer, pretrained, specials, continued=False),
-            train_texts=[learned],
-            all_texts=sample,
-        )
-        ids = [each.ids for each in load_tokenizer(str(saved.file)).encode_batch(tried, add_special_tokens=False)]
-        tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int64)
-        passages = [Passage("train", text, ends=True, whole=False) for text in tried]
-        losses = list(losses_of(saved, passages, tokens, [len(each) for each in ids]))
-        special = Counter(special_tokens_in(saved, texts))
-    read = f"the {sum(map(len, texts)) / 1e6:,.1f} million characters that were read hold"
-    lines = saved.encoding.on_special(as_tokens=special[True], as_text=special[False], holder=read)
-    ledger = Ledger(
-        characters=sum(map(len, tried)),
-        lost_characters=sum(each.characters for each in losses),
-        unknown_tokens=sum(each.unknown_tokens for each in losses),
-    )
-    return len(tokens) / len("".join(tried).encode()), ledger, lines

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from tasks.data.chunks import cut_chunks
 from tasks.data.readers import read_spans
@@ -51,7 +50,7 @@ def _places_in(
     chunks = cut_chunks(sources, data)
     by_chunk = defaultdict[int, dict[int, str]](dict)
     for number, (shard, text) in wanted.items():
-        by_chunk[int(Path(shard.name).name.partition("-")[0])][number] = text
+        by_chunk[shard.chunk][number] = text
     found: dict[int, str] = {}
     for index, texts in by_chunk.items():
         files = ", ".join(dict.fromkeys(span.source.name for span in chunks[index].spans[:3]))

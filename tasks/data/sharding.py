@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.data.chunks import Chunk
+from tasks.data.chunks import Chunk, read_chunk
 from tasks.data.encoder import SavedTokenizer, TokensDiffer, encode, load_tokenizer
 from tasks.data.losses import Losses, losses_of
-from tasks.data.readers import Place, read_spans
+from tasks.data.readers import Place
 from tasks.data.sources import SkippedDocuments
 from tasks.data.split import Passage, SplitRule, split_pieces
 from training.config.data import DataConfig
@@ -42,7 +42,7 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
     if finished := finished_chunk(work.folder, chunk.index):
         return finished
     skipped = SkippedDocuments(work.data.on_error, repeated=chunk.repeated)
-    pieces = read_spans(chunk.spans, work.data, skipped)
+    pieces = read_chunk(chunk, work.data, skipped)
     passages = split_pieces(pieces, work.rule, train_characters=chunk.train_characters)
     shards: list[Shard] = []
     losses: list[Losses] = []
@@ -61,6 +61,7 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
         special_as_tokens=special[True],
         special_as_text=special[False],
         skipped_examples=tuple(_recorded(place, problem) for place, problem in skipped.examples),
+        bytes_by_file=skipped.bytes_by_file,
         **skipped.counts(),
         garbled_example=skipped.garbled.example and _recorded(*skipped.garbled.example),
     )

@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import glob
 import hashlib
+import heapq
 import io
 import itertools
 import logging
@@ -18,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tasks.data.contents import Format, Kind, format_of_name, recognize, settings_in, suffix_of
 from tasks.data.decompression import COMPRESSIONS, compression_of, unpacked
@@ -52,6 +53,16 @@ LISTING_THREADS = max(16, usable_cores())  # on network disks and stores they mo
 KINDS_SHOWN = 6  # of the files that are left out
 
 
+class InFile(Protocol):
+    """A place in a file: the file's name, and the bytes of what begins there."""
+
+    @property
+    def file(self) -> str: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
 class SkippedDocuments:
     """The documents that a reader leaves out.
 
@@ -69,7 +80,8 @@ class SkippedDocuments:
         """`digests`: if given, it collects the first 16 bytes of the sha256 of each document's text."""
         self.on_error = on_error
         self.count = 0
-        self.examples: list[tuple[object, str]] = []  # place and problem
+        self.bytes_by_file = Counter[str]()  # of what could not be read
+        self.examples: list[tuple[str | InFile, str]] = []  # place and problem
         self.num_repeated = 0
         self.num_filtered = 0
         self.num_nuls = 0  # NUL characters in documents that are kept
@@ -95,19 +107,32 @@ class SkippedDocuments:
             "repeated": self.num_repeated,
             "filtered": self.num_filtered,
             "skipped": self.count,
+            "skipped_bytes": self.bytes_by_file.total(),
+            "skipped_files": len(self.bytes_by_file),
             "nul_characters": self.num_nuls,
             "garbled": self.garbled.count,
         }
 
-    def skip_or_raise(self, place: object, problem: str, *, documents: int = 1, is_whole_file: bool = False) -> None:
+    def skip_or_raise(
+        self,
+        place: str | InFile,
+        problem: str,
+        *,
+        documents: int = 1,
+        num_bytes: int | None = None,
+        is_whole_file: bool = False,
+    ) -> None:
         """Count the documents that are lost to the problem, or raise ValueError unless data.on_error=skip.
 
-        `place` becomes text only if it is shown. `is_whole_file`: nothing of the file can be read.
+        `place`, a file's name or a place in it, becomes text only if it is shown. `num_bytes`: of the file, that are
+        lost; None: those of the place. `is_whole_file`: nothing of the file can be read.
         """
         if self.on_error == "stop":
             cure = f"; correct it, or {Cure.SKIP} to leave such documents out and count them"
             raise ValueError(f"{place}: {problem}{'' if is_whole_file else cure}")
         self.count += documents
+        file, size = (place, 0) if isinstance(place, str) else (place.file, place.size_bytes)
+        self.bytes_by_file[file] += size if num_bytes is None else num_bytes
         if len(self.examples) < EXAMPLES_KEPT:
             self.examples.append((place, problem))
 
@@ -327,7 +352,8 @@ def _hashed(sources: list[Source], skipped: SkippedDocuments, *, hashed: bool) -
             except OSError as error:
                 if source.remote:
                     raise
-                skipped.skip_or_raise(source.name, f"cannot be read ({error.strerror})")
+                size = source.record.num_bytes
+                skipped.skip_or_raise(source.name, f"cannot be read ({error.strerror})", num_bytes=size)
     finally:  # after an error or Ctrl-C, do not hash the rest, which may be a terabyte
         pool.shutdown(cancel_futures=True)
     return made
@@ -504,7 +530,12 @@ def _folder_files(root: Path, data: DataConfig, skipped: SkippedDocuments) -> li
 
 def _chosen(root: str, found: list[Source], data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
     """Return the files that are read; tell `skipped` about the others, and how they can be read."""
-    asked = [source for source in found if _asked(source.name, data)]
+    include, exclude = _Patterns(data.include), _Patterns(data.exclude)
+    asked = [
+        source
+        for source in found
+        if (not data.include or include.match(source.name)) and not exclude.match(source.name)
+    ]
     if not asked:
         raise ValueError(
             f"data.include={', '.join(data.include) or '*'} and data.exclude={', '.join(data.exclude) or '(none)'} "
@@ -515,7 +546,7 @@ def _chosen(root: str, found: list[Source], data: DataConfig, skipped: SkippedDo
     for source in _looked_at(asked, data):
         if fnmatch.fnmatchcase(source.name, CACHES):
             continue
-        if source.is_known or _named_by(data.include, PurePath(source.name)):
+        if source.is_known or include.name_suffix(PurePath(source.name)):
             kept.append(source)
         else:
             suffixes = PurePath(source.name).suffixes[-2 if _is_archive(source) else -1 :]
@@ -574,20 +605,24 @@ def _settings_in(source: Source, data: DataConfig) -> list[str] | None:
     return None
 
 
-def _asked(name: str, data: DataConfig) -> bool:
-    """Whether data.include and data.exclude leave a file in; `*` stands for any characters, `/` too."""
-    wanted = not data.include or any(fnmatch.fnmatchcase(name, each) for each in data.include)
-    return wanted and not any(fnmatch.fnmatchcase(name, each) for each in data.exclude)
+class _Patterns:
+    """Patterns of file names, in which `*` stands for any characters, `/` too. There may be as many names as files."""
 
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.globs = [each for each in patterns if glob.has_magic(each)]
+        self.names = {*patterns} - {*self.globs}
 
-def _named_by(include: Iterable[str], path: PurePath) -> bool:
-    """Whether a glob names a file's suffix, or a part of the name of one without: it is then read as text."""
-    named = (PurePath(each) for each in include)
-    if path.suffix:
-        of_it = [each for each in named if each.suffix == path.suffix]
-    else:
-        of_it = [each for each in named if not each.suffix and each.name.strip("*?")]
-    return any(fnmatch.fnmatchcase(str(path), str(each)) for each in of_it)
+    def match(self, name: str) -> bool:
+        return name in self.names or any(fnmatch.fnmatchcase(name, each) for each in self.globs)
+
+    def name_suffix(self, path: PurePath) -> bool:
+        """Whether a glob names a file's suffix, or a part of the name of one without: it is then read as text."""
+        matching = [PurePath(each) for each in self.globs if fnmatch.fnmatchcase(str(path), each)]
+        if path.suffix:
+            of_it = any(each.suffix == path.suffix for each in matching)
+        else:
+            of_it = any(not each.suffix and each.name.strip("*?") for each in matching)
+        return of_it or str(path) in self.names
 
 
 def _is_archive(source: Source) -> bool:
@@ -690,7 +725,8 @@ def _walk(
     def files(start: Path) -> Iterator[tuple[str, Path]]:
         for parent, folders, names in os.walk(start, onerror=unreadable):
             folders[:] = [folder for folder in folders if not folder.startswith(".") and folder not in leave_out]
-            links.extend(Path(parent, folder) for folder in folders if Path(parent, folder).is_symlink())
+            for link in (Path(parent, folder) for folder in folders if Path(parent, folder).is_symlink()):
+                heapq.heappush(links, link)
             folders[:] = [folder for folder in folders if os.path.realpath(Path(parent, folder)) not in seen]
             seen.add(os.path.realpath(parent))
             for path in (Path(parent, name) for name in names if not name.startswith(HIDDEN)):
@@ -702,8 +738,7 @@ def _walk(
 
     found = list(files(root))
     while follow_links and links:
-        links.sort(reverse=True)
-        link = links.pop()
+        link = heapq.heappop(links)
         target = os.path.realpath(link)
         if target not in seen and not Path(os.path.realpath(root)).is_relative_to(target):
             found += files(link)

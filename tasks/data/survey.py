@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.data.chunks import Chunk
+from tasks.data.chunks import Chunk, read_chunk
 from tasks.data.engine import Engine, run_chunks
-from tasks.data.readers import read_spans
 from tasks.data.sources import SkippedDocuments
 from tasks.data.split import TextCounts, split_of
 from training.config.data import DataConfig
@@ -41,7 +40,7 @@ def survey_chunk(work: SurveyWork, chunk: Chunk) -> None:
     rows: list[tuple[int, bool, bool]] = []
     characters = 0
     piece = None
-    for piece in read_spans(chunk.spans, work.data, SkippedDocuments(work.data.on_error, digests=digests)):
+    for piece in read_chunk(chunk, work.data, SkippedDocuments(work.data.on_error, digests=digests)):
         characters += len(piece.text)
         if piece.last:
             rows.append((characters, split_of(piece.name, work.data.validation_fraction) == "validation", True))
@@ -71,7 +70,7 @@ class FindWork:
 def find_tokens(work: FindWork, chunk: Chunk) -> bool:
     """Whether the text of a chunk holds one of the tokens."""
     pattern = pattern_of(work.tokens)
-    pieces = read_spans(chunk.spans, work.data, SkippedDocuments(work.data.on_error))
+    pieces = read_chunk(chunk, work.data, SkippedDocuments(work.data.on_error))
     return any(pattern.search(piece.text) for piece in pieces)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +24,14 @@ from training.tokenizer.text_encoder import special_tokens_of, tokens_around
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
 
 log = logging.getLogger(__name__)
 
 END = "<|endoftext|>"
 MASK = "<|mask|>"
+LONGEST_WORD = 256  # bytes: of 200 kB in one word a BPE learns for minutes, of the same in pieces for 0.3 s
+LONG_SPACE = re.compile(rf"\s{{{LONGEST_WORD // 4},}}")
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,7 @@ def _make(
 
 
 def _trained(config: TokenizerConfig, specials: Specials, texts: Sequence[Iterable[str]]) -> Tokenizer:
+    from tokenizers import pre_tokenizers
     from tokenizers.trainers import BpeTrainer
 
     num_specials = 2 if specials.mask else 1
@@ -187,13 +192,32 @@ def _trained(config: TokenizerConfig, specials: Specials, texts: Sequence[Iterab
         initial_alphabet=_byte_alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(itertools.chain.from_iterable(texts), trainer)
+    words = tokenizer.pre_tokenizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
+    tokenizer.train_from_iterator(_noting_long_words(itertools.chain.from_iterable(texts), words), trainer)
+    tokenizer.pre_tokenizer = words
     size = tokenizer.get_vocab_size() + num_specials
     if size < config.bpe_size:
         log.warning(
             "the corpus yields a vocabulary of %d, not %d: every word is already one token", size, config.bpe_size
         )
     return tokenizer
+
+
+def _noting_long_words(texts: Iterable[str], words: PreTokenizer) -> Iterator[str]:
+    """Yield the texts; log the first of their words that is cut for learning. `words`: cuts a text into words."""
+    is_said = False
+    for text in texts:
+        yield text
+        runs = itertools.chain(text.split(), LONG_SPACE.findall(text)) if not is_said else ()
+        long = (run for run in runs if 4 * len(run) > LONGEST_WORD)  # a character has 4 bytes at most
+        if found := next((r for r in long if any(len(w) > LONGEST_WORD for w, _ in words.pre_tokenize_str(r))), ""):
+            is_said = True
+            log.info(
+                "the BPE learns from pieces of %d bytes of longer words, such as the one in %.40r…: tokens are shorter",
+                LONGEST_WORD,
+                found,
+            )
 
 
 def _byte_alphabet() -> list[str]:

@@ -12,7 +12,7 @@ from tasks.planning.custom_program import replan_custom_program
 from tasks.planning.measured_runs import read_measurements
 from tasks.planning.pretrained import generation, hf_config
 from tasks.planning.price import price_per_hour
-from tasks.planning.text import TextEstimate, describe_estimates
+from tasks.planning.text import TextEstimate
 from tasks.runs.folder import earlier_plans, read_plan
 from tasks.runs.resume import Change, remember, steps_in_time
 from tasks.store.local_copy import local_copies
@@ -54,28 +54,31 @@ def plan_run(
     shards: TokenShards | None = None,
     shards_dir: Path | None = None,
     steps_in_time: int = 0,
-    text: Sequence[TextEstimate] = (),
+    text: TextEstimate | None = None,
 ) -> RunPlan:
     """Call `make_plan`, with the model's config.json if it needs one. Raises ValueError for a plan that cannot work.
 
-    `text`: estimates of the corpus, where there are no shards yet.
+    `text`: an estimate of the corpus, where there are no shards yet.
     """
     if config.trainer.given:
         raise ValueError("a run with `trainer` has no plan: it gets a rank on each device, or parallel.ranks of them")
+    sampled, epoch = (text.shards, text.epochs) if text and text.epochs else (None, None)
+    if shards_dir:
+        epoch = one_epoch(shards_dir, packing=config.train.packing, context=config.train.context)
     plan = make_plan(
         config,
         inventory,
         run_id=run_id,
-        shards=shards,
+        shards=shards or sampled,
         shards_dir=str(shards_dir or ""),
-        epoch=one_epoch(shards_dir, packing=config.train.packing, context=config.train.context) if shards_dir else None,
+        epoch=epoch,
         hf_config=hf_config(config.model),
         hf_shape=counted_shape(config),
         measurements=read_measurements(inventory),
         steps_in_time=steps_in_time,
     )
     price, why = price_per_hour(config.prices, inventory, _layout(plan))
-    about_text = [shards.text_line(), *shards.ledger_lines()] if shards else describe_estimates(plan, text)
+    about_text = [shards.text_line(), *shards.ledger_lines()] if shards else text.lines() if text else ()
     priced = {"price_per_hour": price, "reasons": (*plan.reasons, *about_text, *([why] if why else []))}
     return plan.model_copy(
         update={"local_copies": local_copies(config)} | generation(config.model, plan.end_id) | priced

@@ -21,7 +21,6 @@ from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.words import format_duration
-from training.shards.packing import Epoch
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 DURATION = r"(\d+(?:\.\d+)?)\s*([mhdw])"
@@ -129,8 +128,8 @@ def read_deadline(text: str) -> float:
     return seconds
 
 
-def make_quote(config: RunConfig, machines: Machines, goals: Goals, *, text: Sequence[TextEstimate] = ()) -> Quote:
-    """Plan `config` on all machines in all counts that could be the answer. `text`: estimates of its corpus.
+def make_quote(config: RunConfig, machines: Machines, goals: Goals, *, text: TextEstimate | None = None) -> Quote:
+    """Plan `config` on all machines in all counts that could be the answer. `text`: an estimate of its corpus.
 
     Raises ValueError if nothing is asked for, or no machine can train it.
     """
@@ -168,15 +167,14 @@ def make_quote(config: RunConfig, machines: Machines, goals: Goals, *, text: Seq
     )
 
 
-def _of_fixed_length(config: RunConfig, text: Sequence[TextEstimate]) -> tuple[RunConfig, list[str]]:
+def _of_fixed_length(config: RunConfig, text: TextEstimate | None) -> tuple[RunConfig, list[str]]:
     """Return the config with as many steps on every machine, and sentences on what its length leaves out or guesses."""
     train, notes = config.train, []
     if train.target_minutes:
         train = train.model_copy(update={"target_minutes": 0.0})
         notes.append("train.target_minutes is left out: all of train.steps are quoted")
-    if train.max_epochs and len(text) == max(1, len(config.data.sources)):
-        each = [Epoch(max(1, one.train_tokens // train.context), one.train_tokens) for one in text]
-        tokens = max(1, round(train.max_epochs * one_pass(config.data, each).tokens))
+    if train.max_epochs and text and text.epochs:
+        tokens = max(1, round(train.max_epochs * one_pass(config.data, text.epochs).tokens))
         train = train.model_copy(update={"max_tokens": min(tokens, train.max_tokens or tokens)})
         notes.append(f"train.max_epochs = {train.max_epochs:g}: about {tokens:,} tokens, as a sample of the text says")
     elif train.max_epochs:

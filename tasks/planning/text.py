@@ -1,74 +1,53 @@
-"""What a plan says of text that is not tokenized yet: how much it is, and how often the run would see it."""
+"""What a plan says of text that is not tokenized yet: how much it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tasks.display.numbers import format_count
-from training.planner.mixture import plan_sources
-from training.records.plan import RunPlan
-from training.records.token_shards import (
-    Ledger,
-    LeftOut,
-    characters_lost,
-    documents_left_out,
-    files_left_out,
-    garbled_text,
-)
+from training.records.token_shards import TokenShards
 from training.records.words import counted
+from training.shards.format import SPLITS
 from training.shards.packing import Epoch
 
 
 @dataclass(frozen=True)
 class TextEstimate:
-    """How much text a corpus has. `is_counted`: all of it was read, and only `tokens` are an estimate.
+    """The text of a corpus, by shards that were made of a sample of it as a run makes them.
 
-    `ledger`, `skipped_examples`: what was left out or skipped of what was read; its characters are those of the sample.
+    `shards`: the manifest of all text, as far as the sample tells it. `sample`: the manifest of the sample; its counts
+    of what was left out, skipped and lost are of the part that was read, `read_bytes` of the files. `epochs`: one of
+    each source; none if one of them is on the hub. `is_counted`: the sample is all of the text.
     """
 
     name: str
-    files: int
-    file_bytes: int
-    documents: int
-    text_bytes: int
-    tokens: int
-    train_tokens: int
-    sample_bytes: int
+    shards: TokenShards
+    sample: TokenShards
+    epochs: tuple[Epoch, ...]
     is_counted: bool
-    left_out: tuple[LeftOut, ...]
-    ledger: Ledger
-    skipped_examples: tuple[str, ...]
-    hints: tuple[str, ...]
-    garbled_example: str = ""
+    read_bytes: float
 
-    def lines(self, epochs: float | None) -> Iterator[str]:
-        """Yield sentences for the plan. `epochs`: how often the run would see the text, if that is known."""
-        about = "" if self.is_counted else "about "
-        seen = "" if epochs is None else f": about {epochs:.2g} epochs"
-        yield (
-            f"text: {self.name}: {about}{counted(self.documents, 'document')} in {counted(self.files, 'file')}, "
-            f"{about}{self.text_bytes / 1e6:,.1f} MB, about {format_count(self.tokens)} tokens (from a sample of "
-            f"{self.sample_bytes / 1e6:,.2f} MB; it is not tokenized yet), about {format_count(self.train_tokens)} of "
-            f"them to train on{seen}"
-        )
-        yield from (line for line, _ in files_left_out(self.left_out, read_bytes=self.file_bytes))
+    def lines(self) -> Iterator[str]:
+        """Yield sentences for the plan."""
+        for part, name in enumerate(self.shards.parts or (self.name,)):
+            yield self._size(part, name)
+        if not self.is_counted:
+            yield from (f"text: {hint}" for hint in self.shards.split_hints())
         read = "" if self.is_counted else "in the part that was read, "
-        yield from (line for line, _ in documents_left_out(self.ledger, self.skipped_examples, read=read))
-        yield from (line for line, _ in characters_lost(self.ledger, read="in the sample, "))
-        yield from (line for line, _ in garbled_text(self.ledger, self.garbled_example, read=read))
-        yield from (f"text: {hint}" for hint in self.hints)
+        yield from self.sample.ledger_lines(read=read, read_bytes=round(self.read_bytes))
 
-
-def describe_estimates(plan: RunPlan, text: Sequence[TextEstimate]) -> list[str]:
-    """Return sentences on text that is not tokenized yet."""
-    train, data = plan.config.train, plan.config.data
-    if not text:
-        return []
-    epochs: list[float | None] = [None] * len(text)
-    if len(text) == max(1, len(data.sources)):  # none of them is on the hub, or shards
-        each = [Epoch(max(1, one.train_tokens // train.context), one.train_tokens) for one in text]
-        sequences = plan.batches.sequences_before(plan.steps)
-        sources, _ = plan_sources(data, each, plan.batches, steps=plan.steps, sequences=sequences)
-        epochs = [source.epochs for source in sources]
-    return [line for one, times in zip(text, epochs, strict=True) for line in one.lines(times)]
+    def _size(self, part: int, name: str) -> str:
+        about = "" if self.is_counted else "about "
+        own = [shard for shard in self.shards.shards if (shard.part or 0) == part]
+        sample = sum(shard.text_bytes for shard in self.sample.shards if (shard.part or 0) == part)
+        documents, size = sum(shard.documents for shard in own), sum(shard.text_bytes for shard in own)
+        train, held_out = (self.shards.tokens_of_part(part, split) for split in SPLITS)
+        files = sum(file.name.startswith(f"{name}/") for file in self.shards.sources if self.shards.parts)
+        how = "all of it was read" if self.is_counted else f"from a sample of {sample / 1e6:,.2f} MB"
+        return (
+            f"text: {name}: {about}{counted(documents, 'document')} in "
+            f"{counted(files or len(self.shards.sources), 'file')}, {about}{size / 1e6:,.1f} MB, "
+            f"{about}{format_count(train + held_out)} tokens ({how}; it is not tokenized yet), "
+            f"{about}{format_count(train)} of them to train on"
+        )

@@ -18,13 +18,16 @@ from tasks.planning.machines import EXAMPLE, Machines, read_machines
 from tasks.planning.plan import plan_run
 from tasks.planning.quote import Goals, Quote, make_quote, read_deadline
 from tasks.planning.text import TextEstimate
+from tests.support.manifests import write_manifest
 from training.config.run import RunConfig
 from training.planner.gpu_catalog import known_gpus
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Layout
 from training.planner.price.pricing import PricedLayout
 from training.planner.price.replicas import RankPrices
-from training.records.token_shards import Ledger
+from training.records.token_shards import TokenShards
+from training.shards.format import MANIFEST
+from training.shards.packing import Epoch
 
 H100 = {"name": "h100", "hosts": "8xH100-80GB-SXM,400Gb", "price_per_hour": 30, "source": "s", "date": "2026-11-01"}
 MACHINES: dict[str, Any] = {
@@ -141,23 +144,16 @@ def test_two_hundred_types_of_machines_take_few_plans(monkeypatch: pytest.Monkey
     assert len(layouts) < 20_000
 
 
-def test_epochs_count_where_the_text_is_known() -> None:
+def test_epochs_count_where_the_text_is_known(tmp_path: Path) -> None:
     config = small()
     config = config.model_copy(update={"train": config.train.model_copy(update={"max_epochs": 2.0})})
     one = Machines.model_validate(MACHINES | {"machines": [H100 | {"counts": [1]}]})
-    sizes = {"files": 1, "file_bytes": 1, "documents": 1, "text_bytes": 1, "sample_bytes": 1, "tokens": 1_200_000}
-    text = TextEstimate(
-        "my texts",
-        **sizes,
-        train_tokens=1_000_000,
-        is_counted=True,
-        left_out=(),
-        ledger=Ledger(),
-        skipped_examples=(),
-        hints=(),
-    )
+    write_manifest(tmp_path, [], vocab_size=300, end_id=0)
+    shards = TokenShards.read(tmp_path / MANIFEST)
+    epoch = Epoch(1_000_000 // config.train.context, 1_000_000)
+    text = TextEstimate("my texts", shards, shards, (epoch,), is_counted=True, read_bytes=1)
     batch_tokens = config.train.global_batch * config.train.context
-    assert make_quote(config, one, Goals(1e9, None), text=[text]).rows[0].steps == 2_000_000 // batch_tokens
+    assert make_quote(config, one, Goals(1e9, None), text=text).rows[0].steps == 2_000_000 // batch_tokens
     unknown = make_quote(config, one, Goals(1e9, None))
     assert unknown.rows[0].steps == config.train.steps
     assert "train.max_epochs is left out: how much text there is, is not known here" in unknown.notes

@@ -304,8 +304,8 @@ class DataConfig(Section):
     where: str = Field(
         "",
         description="Keep only the rows of JSON, CSV or parquet files for which this expression over their "
-        "columns is true, in Jinja's syntax: `metadata.score > 0.6 and lang == 'en'`. Empty keeps "
-        "all rows.",
+        "columns is true, in Jinja's syntax: `metadata.score > 0.6 and lang == 'en'`. A column whose name is no plain "
+        "word is named by a text: `'my score'|column > 0.6`. Empty keeps all rows.",
     )
     text_unit: Literal["file", "line", "paragraph"] = Field(
         "file",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,6 +15,9 @@ from training.records.words import counted
 
 SHARD_NAME = r"^(\.\./[\w.-]*\w[\w.-]*/)?(train|validation)/[0-9-]+$"  # a mixture's lie in the folders beside it
 LOST_SHARE = 0.001  # of the characters; more is a warning
+SKIPPED_SHARE = 0.01  # of the bytes; more is a warning
+FILES_KEPT = 10  # in the manifest, of those in which text was skipped
+FILES_NAMED = 5
 GARBLED_SHARE = 0.001  # of the characters
 GARBLED_STRETCH = 256
 FOLD = 3  # more or less of the text than is asked for is a warning
@@ -51,6 +55,11 @@ class Shard(Record):
     part: int | None = None
     stretches: tuple[Stretch, ...] | None = None
 
+    @property
+    def chunk(self) -> int:
+        """Return the number of the chunk that it was made of."""
+        return int(PurePath(self.name).name.partition("-")[0])
+
 
 class SkippedDocument(Record):
     """A document that could not be read: where it begins in its file (the manifest's `sources[source]`), and why.
@@ -62,6 +71,13 @@ class SkippedDocument(Record):
     number: int
     unit: Literal["", "byte", "line", "row", "item"]
     problem: str
+
+
+class SkippedFile(Record):
+    """A file in which text could not be read, and the bytes of that text, or of the whole file."""
+
+    name: str
+    num_bytes: int
 
 
 class LeftOut(Record):
@@ -84,9 +100,10 @@ class Ledger(Record):
     """The counts of what was read, left out and lost while text became tokens. Those that older records lack are 0.
 
     `repeated`: documents left out because an earlier one has the same text. `filtered`: rows left out by data.where.
-    `skipped`: documents that could not be read, with all that was lost to the same fault. `characters`: of the text
-    that was encoded, `nul_characters` and `lost_characters` among them: for a lost one the tokenizer has nothing, or
-    only its unknown token (white space between words does not count). `unknown_tokens`: how often it gave that token.
+    `skipped`: documents that could not be read, with all that was lost to the same fault; `skipped_bytes`: their size
+    in the files, `skipped_files`: how many files they are in. `characters`: of the text that was encoded,
+    `nul_characters` and `lost_characters` among them: for a lost one the tokenizer has nothing, or only its unknown
+    token (white space between words does not count). `unknown_tokens`: how often it gave that token.
     `special_as_tokens`, `special_as_text`: how often the text holds special tokens that were encoded as such, and as
     text. `garbled`: stretches of 256 characters that seem to have been read in a wrong encoding.
     """
@@ -94,6 +111,8 @@ class Ledger(Record):
     repeated: int = 0
     filtered: int = 0
     skipped: int = 0
+    skipped_bytes: int = 0
+    skipped_files: int = 0
     characters: int = 0
     nul_characters: int = 0
     garbled: int = 0
@@ -110,10 +129,14 @@ class Ledger(Record):
 
 
 class FinishedChunk(Ledger):
-    """The result of one chunk of a corpus: its shards, and the documents that were left out of them."""
+    """The result of one chunk of a corpus: its shards, and the documents that were left out of them.
+
+    `bytes_by_file`: what was skipped of each file, by its name.
+    """
 
     shards: tuple[Shard, ...]
     skipped_examples: tuple[SkippedDocument, ...] = ()
+    bytes_by_file: dict[str, int] = Field(default_factory=dict)
     garbled_example: SkippedDocument | None = None
 
 
@@ -121,6 +144,7 @@ class TokenShards(Ledger):
     """The manifest of a shard folder. No paths, times or hosts: equal inputs give equal bytes.
 
     `parts`: the names of a mixture's sources, in order; its shards lie in the folders of the sources, beside this one.
+    `largest_skipped`: the files of which most was skipped, FILES_KEPT at most.
     `left_out`: the files that were not read. `hints`: sentences about files that may be meant otherwise.
     `text_encoding`: None in shards of older versions, whose rule is none. `asked_fraction`: how much of the text was to
     be held out, if whole documents are; otherwise 0. `garbled_example`: characters and the place of the first.
@@ -139,6 +163,7 @@ class TokenShards(Ledger):
     split_rule: str
     shards: tuple[Shard, ...]
     skipped_examples: tuple[str, ...]
+    largest_skipped: tuple[SkippedFile, ...] = ()
     garbled_example: str = ""
     asked_fraction: float = 0.0
     left_out: tuple[LeftOut, ...] = ()
@@ -147,15 +172,21 @@ class TokenShards(Ledger):
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.shards if shard.split == split)
 
+    def tokens_of_part(self, part: int, split: str) -> int:
+        return sum(shard.tokens for shard in self.shards if (shard.part or 0) == part and shard.split == split)
+
     def documents(self, split: str) -> int:
         return sum(shard.documents for shard in self.shards if shard.split == split)
 
     def text_bytes(self, split: str) -> int:
         return sum(shard.text_bytes for shard in self.shards if shard.split == split)
 
-    def ledger_lines(self) -> list[str]:
-        """Return what of the corpus was left out, skipped or lost, a sentence each; warnings are `ledger_warnings`."""
-        return [line for line, _ in sorted(self._ledger(), key=lambda each: each[1])]
+    def ledger_lines(self, *, read: str = "", read_bytes: int = 0) -> list[str]:
+        """Return what of the corpus was left out, skipped or lost, a sentence each; warnings are `ledger_warnings`.
+
+        `read`: words for the part of the text that the counts are of, `read_bytes`: its size in the files; 0: all.
+        """
+        return [line for line, _ in sorted(self._ledger(read, read_bytes), key=lambda each: each[1])]
 
     def ledger_warnings(self) -> list[str]:
         """Return what was lost and should not have been."""
@@ -170,16 +201,43 @@ class TokenShards(Ledger):
         )
         return f"text: {size:,.1f} MB; {train} to train on, {held_out} held out"
 
-    def _ledger(self) -> Iterator[tuple[str, bool]]:
+    def _ledger(self, read: str = "", read_bytes: int = 0) -> Iterator[tuple[str, bool]]:
         """Yield sentences, and whether each is a warning."""
-        yield from files_left_out(self.left_out, read_bytes=sum(source.num_bytes for source in self.sources))
-        yield from documents_left_out(self, self.skipped_examples)
-        yield from characters_lost(self)
-        yield from garbled_text(self, self.garbled_example)
+        file_bytes = sum(source.num_bytes for source in self.sources)
+        yield from files_left_out(self.left_out, read_bytes=file_bytes)
+        yield from self._documents_left_out(read, read_bytes or file_bytes)
+        yield from characters_lost(self, read=read)
+        yield from garbled_text(self, self.garbled_example, read=read)
         for line in self.special_tokens_lines():
             yield line, True
         for hint in (*self.hints, *self.split_hints()):
             yield f"text: {hint}", True
+
+    def _documents_left_out(self, read: str, read_bytes: int) -> Iterator[tuple[str, bool]]:
+        if self.repeated:
+            repeated = counted(self.repeated, "document")
+            yield f"text: {read}left out {repeated} whose text repeats an earlier one", False
+        if self.filtered:
+            yield f"text: {read}left out {counted(self.filtered, 'row')} for which data.where is false", False
+        if self.skipped:
+            yield self._skipped(read, read_bytes)
+        if self.nul_characters:
+            nuls = counted(self.nul_characters, "NUL character")
+            yield f"text: {read}the documents, and so the tokens, hold {nuls}", True
+
+    def _skipped(self, read: str, read_bytes: int) -> tuple[str, bool]:
+        """Return how much was skipped, of all that was read or skipped, and of which files most."""
+        of_text = sum(map(self.text_bytes, ("train", "validation"))) + self.skipped_bytes
+        share = min(1.0, self.skipped_bytes / max(1, read_bytes or of_text))
+        largest = self.largest_skipped[:FILES_NAMED]
+        names = [f"{file.name} ({file.num_bytes / 1e6:,.1f} MB)" for file in largest]
+        names += [f"{self.skipped_files - len(largest):,} more"] if self.skipped_files > len(largest) else []
+        line = (
+            f"text: {read}skipped {counted(self.skipped, 'document')} in {counted(self.skipped_files, 'file')}, "
+            f"{self.skipped_bytes / 1e6:,.1f} MB, {format_share(share)} of the bytes (data.on_error=skip): "
+            f"{', '.join(names)}; the first: {'; '.join(self.skipped_examples[:3])}"
+        )
+        return line, share > SKIPPED_SHARE
 
     def split_hints(self) -> list[str]:
         """Return that the parts differ from what was asked for, if they do."""
@@ -202,24 +260,6 @@ class TokenShards(Ledger):
         return self.encoding.bos == rule.bos and (same or holds_none)
 
 
-def documents_left_out(ledger: Ledger, examples: Sequence[str], *, read: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield what happened to documents of the text, a sentence each, and whether it is a warning.
-
-    `examples`: places and problems of skipped ones. `read`: words for the part of the text that the counts are of.
-    """
-    if ledger.repeated:
-        repeated = counted(ledger.repeated, "document")
-        yield f"text: {read}left out {repeated} whose text repeats an earlier one", False
-    if ledger.filtered:
-        yield f"text: {read}left out {counted(ledger.filtered, 'row')} for which data.where is false", False
-    if ledger.skipped:
-        skipped, places = counted(ledger.skipped, "document"), "; ".join(examples[:3])
-        yield f"text: {read}skipped {skipped} (data.on_error=skip), the first: {places}", True
-    if ledger.nul_characters:
-        nuls = counted(ledger.nul_characters, "NUL character")
-        yield f"text: {read}the documents, and so the tokens, hold {nuls}", True
-
-
 def characters_lost(ledger: Ledger, *, read: str = "") -> Iterator[tuple[str, bool]]:
     """Yield a sentence, if the tokenizer has lost characters, and whether it is a warning.
 
@@ -230,11 +270,21 @@ def characters_lost(ledger: Ledger, *, read: str = "") -> Iterator[tuple[str, bo
         return
     share = lost / max(1, characters)
     yield (
-        f"text: {read}{f'{share:.2%}' if share >= 0.0001 else 'below 0.01%'} of the characters ({lost:,} of "
+        f"text: {read}{format_share(share)} of the characters ({lost:,} of "
         f"{characters:,}) are lost: the tokenizer does not know them ({counted(ledger.unknown_tokens, 'unknown token')}"
         f"); take one that is byte-level or has a byte fallback, or {Cure.TRAIN_TOKENIZER}",
         share > LOST_SHARE,
     )
+
+
+def format_share(share: float) -> str:
+    return f"{share:.2%}" if share >= 0.0001 else "below 0.01%"
+
+
+def largest_files(bytes_by_file: Mapping[str, int]) -> tuple[SkippedFile, ...]:
+    """Return the files of which most was skipped, the largest first."""
+    order = sorted(bytes_by_file.items(), key=lambda each: (-each[1], each[0]))
+    return tuple(SkippedFile(name=name, num_bytes=num_bytes) for name, num_bytes in order[:FILES_KEPT])
 
 
 def garbled_text(ledger: Ledger, example: str, *, read: str = "") -> Iterator[tuple[str, bool]]:

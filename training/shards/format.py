@@ -159,7 +159,7 @@ def discard_damaged(folder: Path) -> list[str]:
     for shard in manifest.shards:
         if damage := _damage(folder, shard):
             found.append(damage)
-            for file in (_marker(folder, int(Path(shard.name).name.partition("-")[0])), *_files(folder, shard)):
+            for file in (_marker(folder, shard.chunk), *_files(folder, shard)):
                 file.unlink(missing_ok=True)
     if damage := _tokenizer_damage(folder, manifest):
         found.append(damage)

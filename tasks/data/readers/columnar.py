@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.data.readers.documents import Wanted, pieces_of_document
 from tasks.data.readers.problems import listed, or_exclude, what_rows_are
 from tasks.data.readers.spans import Piece, Place, Span
+from tasks.data.readers.spans import num_bytes as size_of
 from tasks.data.sources import SkippedDocuments
 from training.config.data import DataConfig
 from training.facts.cures import Cure
@@ -35,7 +36,8 @@ def read_parquet(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Itera
             groups = range(file.num_row_groups)[span.start : span.stop]
             first_row = sum(file.metadata.row_group(number).num_rows for number in range(span.start))
             num_rows = sum(file.metadata.row_group(number).num_rows for number in groups)
-            if columns := _columns(span, file.schema_arrow, wanted, skipped, num_rows=num_rows):
+            size = source.record.num_bytes * num_rows // max(1, file.metadata.num_rows)
+            if columns := _columns(span, file.schema_arrow, wanted, skipped, num_rows=num_rows, num_bytes=size):
                 tables = file.iter_batches(ROWS_PER_BATCH, row_groups=list(groups), columns=columns)
                 yield from _rows(span, tables, wanted, skipped, first_row=first_row)
     except pyarrow.ArrowException as error:
@@ -76,19 +78,28 @@ def read_hub(span: Span, data: DataConfig, wanted: Wanted, skipped: SkippedDocum
 
 
 def _columns(
-    span: Span, schema: pyarrow.Schema, wanted: Wanted, skipped: SkippedDocuments, *, num_rows: int
+    span: Span,
+    schema: pyarrow.Schema,
+    wanted: Wanted,
+    skipped: SkippedDocuments,
+    *,
+    num_rows: int,
+    num_bytes: int | None = None,
 ) -> list[str]:
     """Return the columns to read; empty if the column of the text is missing, which is reported to `skipped`.
 
-    `num_rows`: that are lost then; 0: unknown.
+    `num_rows`, `num_bytes`: that are lost then; 0: unknown; None: all of the file.
     """
     names = schema.names
     others = wanted.where.columns if wanted.where else []
+    if wanted.where:
+        wanted.where.check_names(names)
     if problem := _schema_problem(schema, wanted.column):
         if skipped.on_error == "skip" or not span.start:
             place = Place(span, 0, "")
             problem += "" if span.source.format == "hub" else or_exclude(place)
-            skipped.skip_or_raise(place, problem, documents=max(1, num_rows), is_whole_file=True)
+            lost = max(1, num_rows)
+            skipped.skip_or_raise(place, problem, documents=lost, num_bytes=num_bytes, is_whole_file=True)
         return []
     if missing := [other for other in others if other not in names]:
         raise ValueError(f"{span.source.name} has no column {missing[0]!r} but {listed(names)}: change data.where")
@@ -151,7 +162,7 @@ def _rows(
         kept: Iterable[dict[str, Any]] = table.select(others).to_pylist() if others else itertools.repeat({})
         for value, row in zip(_values(_column(table, wanted.column)), kept, strict=False):
             number += 1
-            place = Place(span, number, "row")
+            place = Place(span, number, "row", size_of(value) if isinstance(value, str) else 0)
             if wanted.keeps(row, place, skipped):
                 yield from pieces_of_document(place, value, skipped, beside={wanted.column: value})
 

@@ -27,8 +27,8 @@ JSON_SPACE = re.compile(r"[ \t\n\r]*")
 def read_array(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     """Yield the objects or texts of an array of any length; only one block of them at a time is in memory."""
     with span.source.open() as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
-        for number, row in enumerate(_items(text, _decoder(wanted.column)), 1):
-            place = Place(span, number, "item")
+        for number, (row, size) in enumerate(_items(text, _decoder(wanted.column)), 1):
+            place = Place(span, number, "item", size)
             if isinstance(row, str) and wanted.where is None:
                 yield from pieces_of_document(place, row, skipped)
             else:
@@ -41,8 +41,9 @@ def read_objects(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Itera
         content = text.read(LONGEST_ITEM)
     if len(content) == LONGEST_ITEM:
         raise OSError(f"longer than {LONGEST_ITEM:,} characters; write its rows as JSON lines, with jq -c '.[]'")
-    place, rows, decoder = _space(content, 0), [], _decoder(wanted.column)
+    place, rows, decoder = _space(content, 0), list[tuple[object, int]](), _decoder(wanted.column)
     while place < len(content):
+        start = place
         try:
             found, place = decoder.raw_decode(content, place)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -55,9 +56,9 @@ def read_objects(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Itera
             )
             cure = f"; {Cure.JSON_FIELDS(names=fields)}" if fields != "none at all" else ""
             raise OSError(f"data.json_field={wanted.json_field} is no list in it{cure}")
-        rows += inside
-    for number, row in enumerate(rows, 1):
-        yield from _of_row(row, Place(span, number, "item"), wanted, skipped)
+        rows += ((row, (place - start) // len(inside)) for row in inside)
+    for number, (row, size) in enumerate(rows, 1):
+        yield from _of_row(row, Place(span, number, "item", size), wanted, skipped)
 
 
 def _integer(digits: str) -> int | float:
@@ -102,8 +103,11 @@ def _decoder(column: str) -> json.JSONDecoder:
     return json.JSONDecoder(parse_int=_integer, object_pairs_hook=of_pairs)
 
 
-def _items(text: io.TextIOWrapper, decoder: json.JSONDecoder) -> Iterator[object]:
-    """Yield the items of a JSON array. Raises OSError if it is cut off or not valid, or if text follows it."""
+def _items(text: io.TextIOWrapper, decoder: json.JSONDecoder) -> Iterator[tuple[object, int]]:
+    """Yield the items of a JSON array, and how long each is.
+
+    Raises OSError if it is cut off or not valid, or if text follows it.
+    """
     decode, size = decoder.raw_decode, BLOCK_CHARACTERS
     buffer = text.read(size)
     place = _space(buffer, 0) + 1  # after the bracket
@@ -123,7 +127,7 @@ def _items(text: io.TextIOWrapper, decoder: json.JSONDecoder) -> Iterator[object
                 stop = _space(buffer, end)
                 separator, problem = buffer[stop : stop + 1], "it breaks off"
                 if separator in {",", "]"}:
-                    yield row
+                    yield row, end - place
                 elif separator:
                     where = line + buffer.count(NEWLINE, 0, stop)
                     raise OSError(f"not valid JSON: line {where}: {separator!r} after an item")
@@ -157,7 +161,7 @@ def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> It
     for offset, raw in raw_lines(span):
         if span.ended(offset):
             return
-        place = Place(span, offset, "byte")
+        place = Place(span, offset, "byte", len(raw))
         row: object = MISSING
         with contextlib.suppress(orjson.JSONDecodeError):  # it refuses NaN and halves of surrogate pairs, beside faults
             twice = any(

@@ -18,7 +18,7 @@ from tasks.data.readers.documents import (
     pieces_of_document,
 )
 from tasks.data.readers.problems import NUL, bad_byte, not_unicode, shift_problem
-from tasks.data.readers.spans import Piece, Place, Span
+from tasks.data.readers.spans import Piece, Place, Span, num_bytes
 from tasks.data.sources import SkippedDocuments, Source
 from training.facts.cures import Cure
 
@@ -36,7 +36,9 @@ def read_whole_file(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
             if skipped.digests is not None:
                 digest.update(block.encode())
     except _NotText as error:
-        skipped.skip_or_raise(Place(span, error.offset, "byte"), _bad_lines_of(span.source) + error.problem)
+        size = (span.source.record.num_bytes if end is None else end) - begin
+        problem = _bad_lines_of(span.source) + error.problem
+        skipped.skip_or_raise(Place(span, error.offset, "byte", size), problem)
         return
     if is_empty or skipped.is_repeated(digest.digest):
         return
@@ -135,7 +137,8 @@ def read_lines(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
         if span.ended(offset):
             return
         if not line.isspace():
-            yield from pieces_of_document(Place(span, offset, "byte"), line.rstrip("\r\n"), skipped)
+            place = Place(span, offset, "byte", num_bytes(line))
+            yield from pieces_of_document(place, line.rstrip("\r\n"), skipped)
 
 
 def read_paragraphs(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
@@ -162,12 +165,13 @@ def read_paragraphs(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
 def _paragraph(span: Span, lines: list[tuple[int, str]], skipped: SkippedDocuments) -> Iterator[Piece]:
     if not lines:
         return
+    size = sum(num_bytes(line) for _, line in lines)
     problems = ((offset, problem) for offset, line in lines if (problem := not_unicode(line)))
     if found := next(problems, None):
-        skipped.skip_or_raise(Place(span, found[0], "byte"), found[1])
+        skipped.skip_or_raise(Place(span, found[0], "byte", size), found[1])
         return
     text = "".join(line for _, line in lines).rstrip("\r\n")
-    yield from pieces_of_document(Place(span, lines[0][0], "byte"), text, skipped)
+    yield from pieces_of_document(Place(span, lines[0][0], "byte", size), text, skipped)
 
 
 def numbered_lines(span: Span) -> Iterator[tuple[int, str]]:

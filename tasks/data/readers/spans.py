@@ -25,11 +25,23 @@ class Span:
 
 
 class Place(NamedTuple):
-    """The start of a document: the byte of its line, or the number of its line, row or item; "" is the whole file."""
+    """The start of a document: the byte of its line, or the number of its line, row or item; "" is the whole file.
+
+    `num_bytes`: of the document, where it is not the whole file.
+    """
 
     span: Span
     number: int
     unit: Literal["", "byte", "line", "row", "item"]
+    num_bytes: int = 0
+
+    @property
+    def file(self) -> str:
+        return self.span.source.name
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_bytes if self.unit else self.span.source.record.num_bytes
 
     @property
     def name(self) -> str:
@@ -61,6 +73,11 @@ class Piece(NamedTuple):  # not a frozen dataclass, which takes four times as lo
     @property
     def source(self) -> int:
         return self.place.span.number
+
+
+def num_bytes(text: str) -> int:
+    """Return the bytes of a text as UTF-8, which may hold surrogates for bytes that are not."""
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
 def _line_of(source: Source, offset: int) -> int:

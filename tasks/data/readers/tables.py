@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from tasks.data.readers.documents import Wanted, pieces_of_document
 from tasks.data.readers.plain_text import numbered_lines
 from tasks.data.readers.problems import listed, or_exclude, what_rows_are
-from tasks.data.readers.spans import Piece, Place, Span
+from tasks.data.readers.spans import Piece, Place, Span, num_bytes
 from tasks.data.sources import SkippedDocuments
 from training.config.data import TableConfig
 from training.facts.cures import Cure
@@ -39,14 +39,17 @@ def read_table(span: Span, table: TableConfig, wanted: Wanted, skipped: SkippedD
     header: list[str] = []
     at = -1
     while True:
-        place = Place(span, lines.number + 1, "line")  # where the row starts; quoted fields may hold line ends
+        first, row, problem = lines.number + 1, [], ""  # where the row starts; quoted fields may hold line ends
         lines.of_row.clear()
         try:
             row = next(rows)
         except StopIteration:
             return
         except csv.Error as error:
-            problem = _broken_row(str(error), lines.of_row, _fields(delimiter), len(header))
+            problem = str(error)
+        place = Place(span, first, "line", sum(map(num_bytes, lines.of_row)))
+        if problem:
+            problem = _broken_row(problem, lines.of_row, _fields(delimiter), len(header))
             if not header and (other := _other_delimiter(lines.of_row[0], delimiter, wanted.column)):
                 _skip_table(place, other, lines, skipped)
                 return
@@ -108,7 +111,8 @@ def _line_of_header(lines: list[str], column: str) -> int:
 def _skip_table(place: Place, problem: str, lines: _Lines, skipped: SkippedDocuments) -> None:
     """Report a table that cannot be read; all of its lines are lost."""
     lost = 1 if skipped.on_error == "stop" else max(1, sum(1 for _ in lines.lines))
-    skipped.skip_or_raise(place, problem + or_exclude(place), documents=lost, is_whole_file=True)
+    size = place.span.source.record.num_bytes
+    skipped.skip_or_raise(place, problem + or_exclude(place), documents=lost, num_bytes=size, is_whole_file=True)
 
 
 def _fields(delimiter: str) -> Callable[[str], list[str]]:

@@ -1,6 +1,9 @@
 """What a tokenizer cannot express is counted, and the sample that one is trained on comes from the whole corpus."""
 
 import gzip
+import json
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,9 +50,9 @@ def test_characters_that_a_tokenizer_cannot_express_are_counted(
     assert ("of the characters" in warning) == (lost_each > 0)
     tokenizer = {"kind": "pretrained", "path": str(tmp_path / "tokenizer")}
     data = {"path": str(tmp_path / "a.jsonl"), "tokenizer": tokenizer}
-    (before,) = estimate_text(RunConfig.model_validate({"data": data}))
-    said = [line for line in before.lines(None) if "of the characters" in line]
-    assert said == [warning.replace("text: ", "text: in the sample, ")] * (lost_each > 0)
+    before = estimate_text(RunConfig.model_validate({"data": data}))
+    assert before is not None
+    assert [line for line in before.lines() if "of the characters" in line] == [warning] * (lost_each > 0)
 
 
 def test_the_loss_per_byte_is_without_the_lost_bytes(tmp_path: Path) -> None:
@@ -74,7 +77,7 @@ def test_text_that_a_tokenizer_refuses_is_named(tmp_path: Path) -> None:
 def test_the_manifest_of_an_older_version_is_read(tmp_path: Path) -> None:
     shards = with_tokenizer(tmp_path, HELLOS, text_cases.unigram)
     older = shards.model_dump(
-        exclude={"characters", "nul_characters", "lost_characters", "unknown_tokens", "left_out", "hints"}
+        exclude={"characters", "nul_characters", "lost_characters", "unknown_tokens", "skipped_bytes", "left_out"}
     )
     assert TokenShards.model_validate(older).ledger_lines() == []
 
@@ -158,3 +161,105 @@ def test_a_document_that_is_cut_is_one_in_each_split_and_not_two(tmp_path: Path)
     assert shards.text_line() == (
         "text: 0.0 MB; 1,260 tokens of 1 document to train on, 141 tokens of 1 document held out"
     )
+
+
+# Text that could not be read, in bytes and files
+
+
+def broken(folder: Path, kind: str, size: int) -> None:
+    """Write a file of about `size` bytes that cannot be read."""
+    text = b"wander " * (size // 7)
+    match kind:
+        case "invalid.txt":
+            (folder / kind).write_bytes(text + b"\xff")
+        case "nul.txt":
+            (folder / kind).write_bytes(text + b"\0")
+        case "other.jsonl":
+            (folder / kind).write_bytes(b'{"body": "' + text + b'"}\n')
+        case "other.csv":
+            (folder / kind).write_bytes(b"body\n" + text + b"\n")
+        case "cut.jsonl":
+            (folder / kind).write_bytes(b'{"text": "' + text + b"\n")
+        case "open.csv":
+            (folder / kind).write_bytes(b'text\n"' + text + b"\n")
+        case "cut.jsonl.gz":
+            packed = gzip.compress(random.Random(0).randbytes(size), 1)
+            (folder / kind).write_bytes(packed[: len(packed) // 2] + b"\0" * (len(packed) // 2))
+        case "cut.parquet":
+            (folder / kind).write_bytes(b"PAR1" + text)
+        case "array.json":
+            (folder / kind).write_bytes(b'[{"body": "' + text + b'"}]')
+
+
+BROKEN = ["invalid.txt", "nul.txt", "other.jsonl", "other.csv", "cut.jsonl", "open.csv", "cut.jsonl.gz", "cut.parquet"]
+BROKEN += ["array.json"]
+
+
+def with_broken_files(folder: Path, kinds: list[str], *, readable: int, size: int = 30_000) -> dict[str, Any]:
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"good{number:02d}.txt").write_bytes(b"%06d " % number * (readable // 7 // 40))
+    for kind in kinds:
+        broken(folder, kind, size)
+    return {"path": str(folder), "tokenizer": {"kind": "bytes"}, "on_error": "skip"}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_file_is_as_much_as_its_bytes(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    data = DataConfig.model_validate(with_broken_files(tmp_path / "corpus", [kind], readable=10_000))
+    shards = corpus.prepare_corpus(data, tokens_home=tmp_path / "tokens")[1]
+    size = (tmp_path / "corpus" / kind).stat().st_size
+    assert shards.skipped_files == 1
+    assert shards.skipped_bytes == pytest.approx(size, rel=0.01)
+    assert [file.name for file in shards.largest_skipped] == [kind]
+    (warning,) = shards.ledger_warnings()
+    share = shards.skipped_bytes / (size + 40 * 7 * 35)
+    assert f"in 1 file, 0.0 MB, {share:.2%} of the bytes (data.on_error=skip): {kind} " in warning
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [warning]
+    before = estimate_text(RunConfig.model_validate({"data": data.model_dump()}))
+    assert before is not None
+    assert warning in [*before.lines()]
+
+
+def test_the_largest_broken_files_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    data = DataConfig.model_validate(with_broken_files(tmp_path / "corpus", BROKEN, readable=90_000))
+    shards = corpus.prepare_corpus(data, tokens_home=tmp_path / "tokens")[1]
+    (warning,) = shards.ledger_warnings()
+    sizes = {kind: (tmp_path / "corpus" / kind).stat().st_size for kind in BROKEN}
+    assert f"in 9 files, {sum(sizes.values()) / 1e6:,.1f} MB, 7" in warning
+    assert "% of the bytes (data.on_error=skip): " in warning
+    named = warning.partition("skip): ")[2].partition("; the first: ")[0]
+    assert re.fullmatch(r"(?:[\w.]+ \(0\.0 MB\), ){5}4 more", named)
+
+
+@pytest.mark.parametrize("kind", ["cut.jsonl", "open.csv", "invalid.txt"])
+def test_below_a_hundredth_of_the_bytes_it_is_no_warning(tmp_path: Path, kind: str) -> None:
+    data = DataConfig.model_validate(with_broken_files(tmp_path / "corpus", [kind], readable=140_000, size=700))
+    shards = corpus.prepare_corpus(data, tokens_home=tmp_path / "tokens")[1]
+    assert not shards.ledger_warnings()
+    (line,) = shards.ledger_lines()
+    assert "in 1 file, 0.0 MB, 0.5" in line
+
+
+def test_rows_of_a_file_that_is_cut_between_chunks_are_of_one_file(tmp_path: Path) -> None:
+    rows = [{"text": "wander " * 40} if n % 3 else {"body": "rivers " * 40} for n in range(9000)]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shards = prepare(tmp_path, source, kind="bytes", shard_mib=1, on_error="skip", processes=1)[1]
+    lost = sum(len(json.dumps(row)) + 1 for row in rows if "body" in row)
+    assert (shards.skipped, shards.skipped_files, shards.skipped_bytes) == (3000, 1, lost)
+    assert "33.3" in shards.ledger_warnings()[0]
+
+
+def test_a_column_that_parquet_lacks_loses_all_of_its_bytes_once(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(json_lines(HELLOS * 30))
+    table = pyarrow.table({"body": [str(n) * 400 for n in range(8000)]})
+    pyarrow.parquet.write_table(table, folder / "b.parquet", row_group_size=1000, compression="none")
+    shards = prepare(tmp_path, folder, kind="bytes", shard_mib=1, on_error="skip", processes=1)[1]
+    assert shards.skipped == 8000
+    assert shards.skipped_bytes == pytest.approx((folder / "b.parquet").stat().st_size, rel=0.01)

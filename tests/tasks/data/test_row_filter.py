@@ -88,7 +88,7 @@ def test_a_condition_that_no_row_meets_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=found):
         prepare(tmp_path, source, where="score > 2")
     data = {"path": str(source), "where": "score > 2", "tokenizer": {"kind": "bytes"}}
-    with pytest.raises(ValueError, match=f"the sample {found}"):
+    with pytest.raises(ValueError, match=found):
         estimate_text(RunConfig.model_validate({"data": data}))
 
 
@@ -101,6 +101,53 @@ def test_what_is_no_expression_is_refused_before_anything_is_read(tmp_path: Path
 def test_an_expression_reaches_nothing_but_the_row() -> None:
     with pytest.raises(ValueError, match="has no value here"):
         RowFilter("text.__class__.__mro__[1].__subclasses__()").keeps({"text": "x"})
+
+
+NAMES_OF_JINJA = "range dict namespace cycler joiner lipsum self loop caller context result super varargs is in if and"
+NAMES_OF_METHODS = "row column items keys get upper float odd environment kwargs missing"
+
+
+@pytest.mark.parametrize("name", [*NAMES_OF_JINJA.split(), *NAMES_OF_METHODS.split()])
+def test_a_column_has_its_value_whatever_it_is_called(name: str) -> None:
+    rows = [{"text": "x", name: value} for value in ("bad", "good")]
+    assert [RowFilter(f"{name} != 'bad'").keeps(row) for row in rows] == [False, True]
+    assert [RowFilter(f"meta.{name} != 'bad'").keeps({"meta": row}) for row in rows] == [False, True]
+    assert [RowFilter("text == 'x'").keeps(row) for row in rows] == [True, True]
+    for row in ({"text": "x"}, {}):
+        with pytest.raises(ValueError, match=f"there is no '{name}'"):
+            RowFilter(f"{name} != 'bad'").keeps(row)
+
+
+@pytest.mark.parametrize("name", ["my score", "a.b", "true", "none", "not", "self", "2nd", ""])
+def test_a_column_whose_name_is_no_word_is_named_by_a_text(name: str) -> None:
+    where = RowFilter(f"'{name}'|column|length > 3 and text is defined")
+    assert [where.keeps({"text": "x", name: value}) for value in ("bad", "good")] == [False, True]
+    assert where.columns == sorted([name, "text"])
+    with pytest.raises(ValueError, match=f"'{name}'.column is that column" if not name.isidentifier() else "score"):
+        RowFilter("score > 1").keeps({name: 1})
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_constant_that_is_a_column_too_is_refused(tmp_path: Path, kind: str) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"text": f"document {n}", "none": "bad" if n % 2 else "good"} for n in range(40)]
+    source = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    with pytest.raises(ValueError, match=r"none, which is a constant and a column here: write 'none'\|column"):
+        prepare(tmp_path, source, where="none != 'bad'")
+    assert documents(prepare(tmp_path, source, where="'none'|column != 'bad'")[1]) == 20
+
+
+def test_a_method_is_called_and_is_no_value() -> None:
+    assert RowFilter("text.upper() == 'X' and meta.get('items') == 3").keeps({"text": "x", "meta": {"items": 3}})
+    for where in ("text.upper != 'x'", "meta.items != 'x'"):
+        with pytest.raises(ValueError, match="has no value here: there is no"):
+            RowFilter(where).keeps({"text": "x", "meta": {}})
 
 
 @pytest.mark.slow
