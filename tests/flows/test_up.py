@@ -44,6 +44,18 @@ def change(servers: LocalServers, path: str, **fields: Any) -> None:
     servers.prefect(path, fields, method="PATCH")
 
 
+def addresses_of(process: psutil.Process | None) -> set[tuple[str, int]]:
+    """(IP, port) on which it and all that it started listen."""
+    assert process is not None
+    family = [process, *process.children(recursive=True)]
+    return {
+        (connection.laddr.ip, connection.laddr.port)
+        for each in family
+        for connection in each.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
 def settings(found: dict[str, Any]) -> dict[str, Any]:
     """What a person can set on its page."""
     schedules = [(each["schedule"].get("cron"), each["active"]) for each in found["schedules"]]
@@ -231,6 +243,10 @@ def test_a_cancelled_run_has_no_failed_task_and_no_traceback(servers: LocalServe
     # To compile a run of so many steps takes longer than all else here.
     observed = ObservedRun.submitted(servers, "train.steps=100000", "train.compile=off")
     observed.wait_for_step(5)
+    listening = {name: addresses_of(servers.process(name)) for name in ("prefect", "mlflow", "worker")}
+    assert {ip for addresses in listening.values() for ip, _ in addresses} == {"127.0.0.1"}, "ranks, too"
+    for name, port in servers.ports.items():
+        assert {each for _, each in listening[name]} == {port}
     state = {"type": "CANCELLING", "name": "Cancelling"}
     servers.prefect(f"/flow_runs/{observed.flow_run_id}/set_state", {"state": state, "force": True})
     run = servers.wait(observed.flow_run_id)
