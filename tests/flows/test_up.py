@@ -44,6 +44,18 @@ def change(servers: LocalServers, path: str, **fields: Any) -> None:
     servers.prefect(path, fields, method="PATCH")
 
 
+def addresses_of(process: psutil.Process | None) -> set[tuple[str, int]]:
+    """(IP, port) on which it and all that it started listen."""
+    assert process is not None
+    family = [process, *process.children(recursive=True)]
+    return {
+        (connection.laddr.ip, connection.laddr.port)
+        for each in family
+        for connection in each.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
 def settings(found: dict[str, Any]) -> dict[str, Any]:
     """What a person can set on its page."""
     schedules = [(each["schedule"].get("cron"), each["active"]) for each in found["schedules"]]
@@ -106,8 +118,9 @@ def test_a_password_in_a_url_gets_into_no_file_and_no_database(servers: LocalSer
 @pytest.mark.slow
 def test_a_page_of_another_site_runs_nothing_and_reads_nothing(servers: LocalServers) -> None:
     """It asks from its own origin, or under a name of its own that resolves to loopback (DNS rebinding)."""
-    runs = servers.prefect("/flow_runs/count", {})
-    (quickstart,) = servers.prefect("/deployments/filter", {"deployments": {"name": {"any_": ["quickstart"]}}})
+    of_it = {"deployments": {"name": {"any_": ["quickstart"]}}}  # Prefect makes those of schedules meanwhile
+    runs = servers.prefect("/flow_runs/count", of_it)
+    (quickstart,) = servers.prefect("/deployments/filter", of_it)
     prefect, mlflow = f"{servers.url('prefect')}/api", f"{servers.url('mlflow')}/api/2.0/mlflow/experiments"
     start, command = f"{prefect}/deployments/{quickstart['id']}/create_flow_run", {"command": "touch /tmp/taken"}
     origin, host = {"Origin": "http://evil.example"}, {"Host": "evil.example:4200"}
@@ -128,7 +141,7 @@ def test_a_page_of_another_site_runs_nothing_and_reads_nothing(servers: LocalSer
         assert page.get(f"{mlflow}/search?max_results=1", headers={"Origin": servers.url("mlflow")}).status_code == 200
     with pytest.raises(InvalidStatus):
         connect(f"{prefect.replace('http', 'ws')}/events/in", origin=Origin(origin["Origin"]), proxy=None).close()
-    assert servers.prefect("/flow_runs/count", {}) == runs
+    assert servers.prefect("/flow_runs/count", of_it) == runs
 
 
 @pytest.mark.slow
@@ -231,6 +244,10 @@ def test_a_cancelled_run_has_no_failed_task_and_no_traceback(servers: LocalServe
     # To compile a run of so many steps takes longer than all else here.
     observed = ObservedRun.submitted(servers, "train.steps=100000", "train.compile=off")
     observed.wait_for_step(5)
+    listening = {name: addresses_of(servers.process(name)) for name in ("prefect", "mlflow", "worker")}
+    assert {ip for addresses in listening.values() for ip, _ in addresses} == {"127.0.0.1"}, "ranks, too"
+    for name, port in servers.ports.items():
+        assert {each for _, each in listening[name]} == {port}
     state = {"type": "CANCELLING", "name": "Cancelling"}
     servers.prefect(f"/flow_runs/{observed.flow_run_id}/set_state", {"state": state, "force": True})
     run = servers.wait(observed.flow_run_id)

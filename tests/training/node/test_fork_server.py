@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import rank_env
+from training.node.fork_server import _listener
 
 REPORT = """
 import json, os, sys
@@ -44,3 +45,9 @@ def test_ranks_import_next_to_nothing_themselves(make_run: Callable[..., Path], 
     assert report["asked_gpus"] == [], "nor an open GPU"
     assert report["sends_metrics"]
     assert len(report["later"]) < 10, report["later"]
+
+
+@pytest.mark.parametrize(("master", "here_alone"), [("127.0.0.1", True), ("198.18.0.1", False)])
+def test_ranks_of_one_machine_meet_where_no_other_machine_reaches_them(master: str, here_alone: bool) -> None:
+    with _listener({"MASTER_ADDR": master, "MASTER_PORT": "0"}) as listener:
+        assert (listener.getsockname()[0] == "127.0.0.1") == here_alone
