@@ -51,6 +51,8 @@ def load_pretrained(config: TokenizerConfig) -> PretrainedTokenizer | None:
         return None
     path = local_copy(config.path, field="data.tokenizer.path")
     loaded = open_pretrained(path, name=f"data.tokenizer.path={config.path}")
+    for level, note in loaded.notes:
+        log.log(level, "%s", note)
     size = _vocab_size(loaded.tokenizer)
     if config.vocab_size and config.vocab_size != size:
         raise ValueError(

@@ -218,9 +218,7 @@ def _vocabulary(file: Path) -> dict[str, int]:
 
 def _whole_vocabulary(path: str, *, field: str) -> dict[str, int]:
     """Return the vocabulary of a stranger's tokenizer, with what its other files add to tokenizer.json."""
-    words: dict[str, int] = open_pretrained(
-        local_copy(path, field=field), name=f"{field}={path}", says=False
-    ).tokenizer.get_vocab()
+    words: dict[str, int] = open_pretrained(local_copy(path, field=field), name=f"{field}={path}").tokenizer.get_vocab()
     return words
 
 

@@ -43,6 +43,7 @@ class PretrainedTokenizer:
     path: str
     tokenizer: Tokenizer
     config: dict[str, Any]
+    notes: tuple[tuple[int, str], ...] = ()  # levels of a log, and sentences on what the other files say otherwise
 
     @property
     def names(self) -> dict[str, str]:
@@ -60,15 +61,14 @@ class PretrainedTokenizer:
         return found
 
 
-def open_pretrained(path: str, *, name: str = "", says: bool = True) -> PretrainedTokenizer:
+def open_pretrained(path: str, *, name: str = "") -> PretrainedTokenizer:
     """Return the tokenizer of a folder, or of a hub's model: tokenizer.json's, or else the one that its class makes.
 
-    `name`: the field that names it; `says`: what its other files say otherwise is logged. Raises ValueError, with the
-    cure, if it cannot be opened.
+    `name`: the field that names it. Raises ValueError, with the cure, if it cannot be opened.
     """
     try:
         with panics_as_errors():
-            opened = _opened(path, says=says)
+            opened = _opened(path)
             special_tokens_of(opened.tokenizer)
             return opened
     except Exception as error:  # transformers and tokenizers raise anything for files that they do not expect
@@ -79,7 +79,7 @@ def open_pretrained(path: str, *, name: str = "", says: bool = True) -> Pretrain
         ) from error
 
 
-def _opened(path: str, *, says: bool) -> PretrainedTokenizer:
+def _opened(path: str) -> PretrainedTokenizer:
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
@@ -90,16 +90,16 @@ def _opened(path: str, *, says: bool) -> PretrainedTokenizer:
     named = _by_its_class(path, has_file=bool(found[0]))
     if found[0]:
         tokenizer = Tokenizer.from_file(found[0])
-        if says:
-            _say(path, tokenizer, given, named)
+        notes = tuple(_notes(path, tokenizer, given, named))
     elif isinstance(named, PreTrainedTokenizerFast):
         tokenizer = named.backend_tokenizer
-        logger.info("%s has no tokenizer.json: its tokens are those of transformers' %s", path, type(named).__name__)
+        made_by = f"transformers' {type(named).__name__}"
+        notes = ((logging.INFO, f"{path} has no tokenizer.json: its tokens are those of {made_by}"),)
     else:
         raise ValueError("it has no tokenizer.json, and transformers has only a slow tokenizer for it")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return PretrainedTokenizer(path, tokenizer, _config(given, named) | _complete(tokenizer, given, named))
+    return PretrainedTokenizer(path, tokenizer, _config(given, named) | _complete(tokenizer, given, named), notes)
 
 
 def save(tokenizer: Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
@@ -150,22 +150,19 @@ def _config(given: Mapping[str, Any], named: Any) -> dict[str, Any]:
     return config | {"model_input_names": named.model_input_names} | ({"chat_template": template} if template else {})
 
 
-def _say(path: str, tokenizer: Tokenizer, given: Mapping[str, Any], named: Any) -> None:
-    """Log what the other files, or the class, say otherwise than tokenizer.json, which is followed."""
+def _notes(path: str, tokenizer: Tokenizer, given: Mapping[str, Any], named: Any) -> Iterator[tuple[int, str]]:
+    """Yield what the other files, or the class, say otherwise than tokenizer.json, which is followed."""
     if unlike := list(_unlike(tokenizer, given)):
-        logger.warning(
-            "%s: tokenizer.json is followed, and the files beside it say otherwise: %s (docs/data.md has the rule; "
-            "data.tokenizer.bos=yes or no chooses whether documents begin with a token)",
-            path,
-            ", ".join(unlike[:MOST_SAID]) + " …" * (len(unlike) > MOST_SAID),
+        more = " …" * (len(unlike) > MOST_SAID)
+        yield (
+            logging.WARNING,
+            f"{path}: tokenizer.json is followed, and the files beside it say otherwise: "
+            f"{', '.join(unlike[:MOST_SAID])}{more} (docs/data.md has the rule; data.tokenizer.bos=yes or no chooses "
+            "whether documents begin with a token)",
         )
     if sample := first_difference(tokenizer, named):
-        logger.info(
-            "%s: transformers' %s would make other tokens than tokenizer.json, which is followed: of %r",
-            path,
-            type(named).__name__,
-            sample,
-        )
+        made_by = f"transformers' {type(named).__name__} would make other tokens than tokenizer.json, which is followed"
+        yield logging.INFO, f"{path}: {made_by}: of {sample!r}"
 
 
 def first_difference(tokenizer: Tokenizer, theirs: Any, samples: Iterable[str] = SAMPLES) -> str:

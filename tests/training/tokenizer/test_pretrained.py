@@ -73,13 +73,14 @@ def test_no_class_of_the_release_changes_the_tokens(tmp_path: Path, tokenizer_cl
     ],
 )
 def test_what_other_files_say_otherwise_is_said_and_not_followed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: dict[str, Any], said: str
+    tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
     made = split_by(BY_THREES)
-    with caplog.at_level(logging.WARNING):
-        check_same(written(tmp_path / "given", made, tokenizer_class="GPT2Tokenizer", **config), made)
-    warnings = [record.getMessage() for record in caplog.records if record.name == "training.tokenizer.pretrained"]
-    assert [said in line for line in warnings] == ([True] if said else [])
+    folder = written(tmp_path / "given", made, tokenizer_class="GPT2Tokenizer", **config)
+    check_same(folder, made)
+    notes = open_pretrained(str(folder)).notes
+    assert [said in note for level, note in notes if level == logging.WARNING] == ([True] if said else [])
+    assert ["GPT2Tokenizer would make other tokens" in note for level, note in notes if level == logging.INFO] == [True]
 
 
 @pytest.mark.parametrize("before", [(), (END,)])
@@ -158,17 +159,14 @@ def test_the_chat_template_is_kept_whatever_file_it_is_in(tmp_path: Path, severa
     assert theirs == ({"default": CHATML, "rag": "{{ documents }}"} if several else CHATML)
 
 
-def test_without_tokenizer_json_it_is_made_by_its_class_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_tokenizer_json_it_is_made_by_its_class_and_said(tmp_path: Path) -> None:
     made = json.loads(split_by(BY_THREES).to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(made["vocab"]))
     merges = made["merges"]
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{one} {other}\n" for one, other in merges))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
-    with caplog.at_level(logging.INFO):
-        opened = open_pretrained(str(tmp_path))
-    assert "has no tokenizer.json: its tokens are those of transformers' GPT2Tokenizer" in caplog.text
+    opened = open_pretrained(str(tmp_path))
+    assert "has no tokenizer.json: its tokens are those of transformers' GPT2Tokenizer" in opened.notes[0][1]
     assert opened.tokenizer.decode(opened.tokenizer.encode("Hello 2026").ids) == "Hello 2026"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     with pytest.raises(ValueError, match=r"it has no tokenizer\.json, and transformers has only a slow tokenizer"):
