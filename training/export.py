@@ -45,6 +45,7 @@ from training.exports.onnx_graphs import (
 from training.exports.parity import check_parity, graphs_in, held_out_texts, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
 from training.exports.tokenizer_files import copy_tokenizer, why_others_differ
+from training.facts.model_config import read_settings
 from training.models.init_weights import fill
 from training.models.language_model import LanguageModel, load_model
 from training.models.pretrained import auto_class_of
@@ -273,10 +274,10 @@ def _copy_huggingface(
 
     Raises ValueError if the checkpoint does not have the model's tensors, or has a weight that is not finite.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     with quiet(), torch.device("meta"):
-        settings = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+        settings = read_settings(checkpoint)
         model = auto_class_of(plan.config.objective).from_config(settings, dtype=torch.float32)
     whole, buffers = LanguageModel(model, precision="fp32"), {name for name, _ in model.named_buffers()}
     weights_for(whole, checkpoint)

@@ -26,7 +26,7 @@ from pathlib import Path
 from flows.servers.password import CLIENTS, client_settings, new_password, server_settings
 from tasks.display.progress import time_progress
 from tasks.workspace.locks import exclusive
-from tasks.workspace.paths import home
+from tasks.workspace.paths import home, make_private, open_private
 from tasks.workspace.processes import end_process, free_port
 from tasks.workspace.wait import until
 
@@ -81,9 +81,10 @@ def start_prefect_server() -> Callable[[], None]:
     first.enter_context(first_start(folder))
     port, password, log_path = free_port(), new_password("admin"), folder / "server.log"
     environment = _environment() | server_settings(port, password)
-    with log_path.open("wb") as log:
+    make_private(*folder.glob("*.db*"))
+    with open_private(log_path, "wb") as log:
         server = subprocess.Popen(
-            _command(port), env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            _command(port), env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, umask=0o077
         )
     atexit.register(_stop, server)
     os.environ |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", CLIENTS: password, EMBEDDED: "1"}

@@ -29,7 +29,16 @@ from flows.servers.password import client_settings, keep_password, mlflow_settin
 from tasks.display.progress import time_progress
 from tasks.tracking.database import make_database
 from tasks.workspace.locks import owned
-from tasks.workspace.paths import UP_FILE, embedded_artifacts, home, password_of_up, tracking_uri, up_url
+from tasks.workspace.paths import (
+    UP_FILE,
+    embedded_artifacts,
+    home,
+    make_private,
+    open_private,
+    password_of_up,
+    tracking_uri,
+    up_url,
+)
 from tasks.workspace.processes import end_process, local_process, process_key
 from tasks.workspace.wait import until
 from training.records.record import read_fields, write_atomically
@@ -58,6 +67,7 @@ def up(*, prefect_port: int, mlflow_port: int, password: bool = True) -> dict[st
         for name in missing:
             if name in ports:
                 _check_port(name, ports[name])
+        make_private(*home().glob("*.db*"), *home().glob("prefect/*.db*"))
         start = time.monotonic()
         try:
             with first_start(Path(_environment()["PREFECT_HOME"])) if "prefect" in missing else nullcontext():
@@ -142,7 +152,7 @@ def _start(name: str, command: list[str], *, port: int = 0) -> None:
     log_path = _folder() / f"{name}.log"
     more = server_settings(port, password_of_up("prefect")) if name == "prefect" else {}
     more |= mlflow_settings() if name == "mlflow" else {}
-    with log_path.open("wb") as log:
+    with open_private(log_path, "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", *command],
             env=_environment() | more,
@@ -150,6 +160,7 @@ def _start(name: str, command: list[str], *, port: int = 0) -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            umask=0o077 if port else -1,  # databases and keys; what the worker's runs write, containers may read
         )
     url = f"http://127.0.0.1:{port}" if port else POOL
     known = _read() | {name: {"url": url, "process": process_key(process.pid)}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tasks.data.sources import check_paths
 from tasks.evaluation.checks import check_beside
 from tasks.launch import nsight
-from tasks.planning.pretrained import check_optimizer, check_tokenizer
+from tasks.planning.pretrained import check_optimizer, check_start, check_tokenizer
 from training.config.run import RunConfig
 
 
@@ -14,6 +14,7 @@ def check_job(config: RunConfig) -> None:
     if config.trainer.given:  # the program finds its own text
         return
     check_inputs(config)
+    check_start(config)
     check_beside(config)
     nsight.check_here(config)
     if config.launch.launcher == "docker":

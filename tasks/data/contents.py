@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Literal, NamedTuple, TypeVar
 
 from tasks.data.decompression import COMPRESSIONS, compression_of
-from training.records.cures import Cure
+from training.facts.cures import Cure
 
 Format = Literal["text", "json lines", "json array", "json objects", "csv", "tsv", "parquet", "arrow", "hub"]
 
@@ -151,7 +151,7 @@ def recognize(
         problem = f"is {binary} inside another compression: {Cure.DECOMPRESS}"
         return Kind(binary, problem if is_compressed and binary == "parquet" else "", by_bytes=True)
     named = by_name or "text"
-    if problem := _problem(head, encoding=encoding, members=members):
+    if problem := _problem(head, name, encoding=encoding, members=members):
         return Kind(named, problem)
     if found := _json_format(head.removeprefix(codecs.BOM_UTF8).lstrip(), name, by_name):
         return Kind(found, by_bytes=True)
@@ -223,7 +223,7 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _problem(head: bytes, *, encoding: str, members: Callable[[], Iterable[str]]) -> str:
+def _problem(head: bytes, name: str, *, encoding: str, members: Callable[[], Iterable[str]]) -> str:
     """Return what the file is and the cure, if it is no text; empty if it may be text."""
     if _is_tar(head):
         return f"is a tar archive: {Cure.UNPACK}"
@@ -238,7 +238,9 @@ def _problem(head: bytes, *, encoding: str, members: Callable[[], Iterable[str]]
     if is_wide(encoding):
         return ""
     if found := _wide_encoding(head) or seven_bit_encoding(head):
-        return "" if found == encoding else f"is {found}: {Cure.ENCODING(encoding=found)}"
+        both = f'{{"{name}": "{found}", "*": "{encoding}"}}'
+        cure = Cure.ENCODING(encoding=found) if encoding == "utf-8" else Cure.ENCODING_OF_FILES(encodings=both)
+        return "" if found == encoding else f"is {found}: {cure}"
     if _are_integers(head):
         return f"is an array of integers: {Cure.TOKENIZED}"
     if b"\0" in head:

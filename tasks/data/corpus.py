@@ -55,6 +55,7 @@ from tasks.store.shards import find_shards
 from tasks.workspace.locks import exclusive
 from training.config.data import SHARDS, DataConfig, TokenizerConfig
 from training.config.store import StoreConfig
+from training.facts.cures import Cure
 from training.records.record import sha256_file, write_atomically
 from training.records.text_encoding import TextEncoding
 from training.records.token_shards import (
@@ -693,7 +694,7 @@ def _quotes_in(source: Source) -> tuple[bool, str]:
     hint = next(
         (
             f"{source.name} has fields in quotes, such as {field[0].decode(errors='replace')[:60]}, and the quotes are "
-            "taken as text; if pandas or a spreadsheet wrote them, set data.table.quoting=csv"
+            f"taken as text; if pandas or a spreadsheet wrote them, {Cure.QUOTED}"
             for field in written
         ),
         "",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import codecs
 import fnmatch
+import functools
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import BinaryIO, NamedTuple
+
+import numpy as np
 
 from tasks.data.contents import SEVEN_BIT, is_wide
 
@@ -16,23 +19,97 @@ LINES_NAMED = 3
 ASCII = bytes(range(128))
 FEWEST_UTF8 = 0.1  # of the bytes beyond ASCII; by chance, fewer of a text in an encoding of two bytes are UTF-8, too
 
-# What UTF-8 becomes if it is read as another encoding: as cp1252, cp1251, Shift-JIS or GBK; what cp1252 becomes as
-# latin-1, and cp1251 as cp1252; and what is lost already.
-_AFTER = "\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ"
-_AFTER_1251 = "\xa0-\xbfЂЃ‚ѓ„…†‡€‰Љ‹ЊЌЋЏђ‘’“”•–—™љ›њќћџЎўЈҐЁЄЇІіґё№єјЅѕї"
-GARBLED = re.compile(
-    f"Ã[{_AFTER}]|Â[\xa0-\xbf]|â€[{_AFTER}]|ï¿½|ï»¿|(?:[ÐÑ][{_AFTER}]){{2,}}|(?:[РС][{_AFTER_1251}]){{3,}}"
-    "|(?:[縺繧繝].){3,}|锟斤拷|[\x80-\x84\x86-\x9f]|[À-ÖØ-öø-ÿ]{6,}|\ufffd"
-)
-# One of these is in every text that GARBLED finds something in; to look for them takes a tenth of its time.
-_SIGNS = re.compile("[ÃÂâïÐÑ\x80-\x84\x86-\x9f\ufffd]|[РС][\xb0-\xbfёіѕїјґ№є»]|[縺繧繝]|锟|[À-ÖØ-öø-ÿ]{6}")
+STRETCH = 256  # characters in which garbled ones are counted
+SAMPLED = 8
+FEWEST_SAMPLED = 2  # stretches of a text, if it has them
+TOGETHER = 512  # stretches that are looked at in one call
+# Encodings as which UTF-8 is most often read by mistake: a bit each.
+MISTAKEN = (("cp1252", "latin-1"), ("cp1251",), ("cp1250",), ("cp1253",), ("cp437",), ("mac_roman",), ("koi8_r",))
+MOST_EXPLAINED = 0.75  # of the characters beyond ASCII that UTF-8 read so would be; a text by chance has far fewer
+# What becomes of Japanese and of quotes in UTF-8 as Shift-JIS and GBK, and of U+FFFD as GBK; rare in any text.
+RARE = "縺繧繝銇鈥锟"
+IS_LOST, IS_RARE = 1 << 7, 1 << 15
+LOST = "".join(map(chr, [*range(0x80, 0x85), *range(0x86, 0xA0), 0xFFFD]))  # also what cp1252 becomes as latin-1
 
 
-def garbled_places(text: str) -> list[str]:
-    """Return what in the text seems to have been read in a wrong encoding, such as Ã¤, â€™ and Ð¿Ñ€."""
-    if text.isascii() or not _SIGNS.search(text):
-        return []
-    return [found[0] for found in GARBLED.finditer(text)]
+@functools.cache
+def _marks() -> np.ndarray:
+    """Return by character, in bits: the encodings in which it begins a character of UTF-8, whether it is one of LOST,
+    the encodings in which it continues a character of UTF-8, and whether it is one of RARE.
+    """
+    marks = np.zeros(2**16, np.uint16)
+    for bit, names in enumerate(MISTAKEN):
+        for name in names:
+            for shift, codes in ((0, range(0xC2, 0xF5)), (8, range(0x80, 0xC0))):
+                for character in bytes(codes).decode(name, errors="ignore"):
+                    marks[ord(character)] |= 1 << bit + shift
+    for mark, characters in ((IS_LOST, LOST), (IS_RARE, RARE)):
+        marks[[ord(character) for character in characters]] |= mark
+    return marks
+
+
+class GarbledText:
+    """Counts stretches of text that seem to have been read in a wrong encoding, as Ã¤, â€™ and Ð¿Ñ€ were.
+
+    Of a long text it looks at one of up to SAMPLED stretches beyond ASCII. `example`: place and characters of the
+    first.
+    """
+
+    def __init__(self) -> None:
+        self.example: tuple[object, str] | None = None
+        self._found = 0.0
+        self._waiting: list[tuple[object, str, float]] = []  # place, stretch, and for how many it stands
+
+    def look_at(self, place: object, text: str) -> None:
+        if text.isascii():
+            return
+        stretches = (text[at : at + STRETCH] for at in range(0, len(text), STRETCH))
+        beyond_ascii = [stretch for stretch in stretches if not stretch.isascii()]
+        chosen = beyond_ascii[:: max(1, min(SAMPLED, len(beyond_ascii) // FEWEST_SAMPLED))]
+        self._waiting += [(place, stretch, len(beyond_ascii) / len(chosen)) for stretch in chosen]
+        if len(self._waiting) >= TOGETHER:
+            self._look()
+
+    @property
+    def count(self) -> int:
+        self._look()
+        return round(self._found)
+
+    def _look(self) -> None:
+        if not self._waiting:
+            return
+        found = _garbled([stretch for _, stretch, _ in self._waiting])
+        for (place, stretch, weight), at in zip(self._waiting, found, strict=True):
+            if at >= 0:
+                self._found += weight
+                self.example = self.example or (place, stretch[at : at + 4])
+        self._waiting = []
+
+
+def _garbled(stretches: Sequence[str]) -> list[int]:
+    """Return of each stretch where it begins to seem garbled; -1: nowhere."""
+    text = "".join(stretch.ljust(STRETCH) for stretch in stretches)
+    wide = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
+    codes = np.minimum(wide, 0xFFFF).astype(np.uint16).reshape(-1, STRETCH)
+    marks = _marks()[codes]
+    pair = np.zeros(codes.shape, np.uint8)
+    pair[:, :-1] = marks[:, :-1] & (marks[:, 1:] >> 8) & 0x7F
+    alone = marks & (IS_LOST | IS_RARE)
+
+    def counts(mask: np.ndarray) -> np.ndarray:
+        return np.count_nonzero(mask, axis=1)
+
+    letters = counts(codes - np.uint16(0xC0) < 0x40) > counts(codes != ord(" ")) / 2  # cp1251 as cp1252
+    rows = np.flatnonzero((counts(pair) > 1) | alone.any(axis=1) | letters)
+    pair, alone, codes, marks = pair[rows], alone[rows], codes[rows], marks[rows]
+    explained = pair.copy()
+    explained[:, 1:] |= pair[:, :-1]
+    explained[:, 2:] |= (pair[:, :-2] & (marks[:, 2:] >> 8)).astype(np.uint8)
+    garbled = (counts(pair) > 1) & (counts(explained) >= MOST_EXPLAINED * counts(codes > 0x7F))
+    garbled |= letters[rows] | (counts(alone & IS_LOST) > 0) | (counts(alone & IS_RARE) > 2)
+    found = np.full(len(stretches), -1)
+    found[rows[garbled]] = ((pair > 0) | (alone > 0))[garbled].argmax(axis=1)
+    return [int(at) for at in found]
 
 
 def encoding_of(encodings: str | Mapping[str, str], name: str) -> str:

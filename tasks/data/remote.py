@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
+from training.facts.cures import Cure
 from training.store.urls import check_url, filesystem, store_errors, without_query
 
 WEB = ("http", "https")  # these protocols cannot list the files below a URL
@@ -57,7 +58,7 @@ def _reading(url: str) -> Iterator[None]:
         with store_errors(url):
             yield
     except ValueError as error:
-        cure = "; download it, and give the copy" if "range requests" in str(error) else ""
+        cure = f"; {Cure.DOWNLOAD}" if "range requests" in str(error) else ""
         raise OSError(f"{url}: {without_query(str(error))}{cure}") from error
 
 
@@ -124,7 +125,7 @@ def _last_part(url: str) -> str:
 def _size(info: dict[str, Any], where: str) -> int:
     size = info.get("size")
     if size is None:
-        raise ValueError(f"{where}: the server does not say how long {info.get('name', 'it')} is: download it")
+        raise ValueError(f"{where}: the server does not say how long {info.get('name', 'it')} is: {Cure.DOWNLOAD}")
     return int(size)
 
 

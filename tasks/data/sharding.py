@@ -18,6 +18,7 @@ from tasks.data.readers import Place
 from tasks.data.sources import SkippedDocuments
 from tasks.data.split import Passage, SplitRule, split_pieces
 from training.config.data import DataConfig
+from training.facts.cures import Cure
 from training.records.token_shards import FinishedChunk, Shard, SkippedDocument, Stretch
 from training.shards.format import LIBRARY, SPLITS, finished_chunk, write_marker, write_shard
 from training.tokenizer.text_encoder import pattern_of, special_tokens_of
@@ -61,8 +62,8 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
         special_as_text=special[False],
         skipped_examples=tuple(_recorded(place, problem) for place, problem in skipped.examples),
         bytes_by_file=skipped.bytes_by_file,
-        garbled_example=skipped.garbled_example and _recorded(*skipped.garbled_example),
         **skipped.counts(),
+        garbled_example=skipped.garbled.example and _recorded(*skipped.garbled.example),
     )
     write_marker(work.folder, chunk.index, finished)
     return finished
@@ -79,7 +80,7 @@ def unknown_characters(files: Iterable[str]) -> Iterator[None]:
         names = list(dict.fromkeys(files))
         raise ValueError(
             f"the tokenizer cannot encode text of {', '.join(names[:3])}{' …' if names[3:] else ''} ({error}): take "
-            "one that is byte-level or has an unknown token, or train one on this text with data.tokenizer.kind=bpe"
+            f"one that is byte-level or has an unknown token, or {Cure.TRAIN_TOKENIZER}"
         ) from error
 
 

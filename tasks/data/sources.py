@@ -23,12 +23,12 @@ from typing import Any, Literal, Protocol
 
 from tasks.data.contents import Format, Kind, format_of_name, recognize, settings_in, suffix_of
 from tasks.data.decompression import COMPRESSIONS, compression_of, unpacked
-from tasks.data.encodings import BadLines, Recoded, encoding_of, garbled_places, how_to_read
+from tasks.data.encodings import BadLines, GarbledText, Recoded, encoding_of, how_to_read
 from tasks.data.remote import RemoteFile, as_value_errors, find_files
 from tasks.data.row_filter import RowFilter
 from tasks.hardware.machine import usable_cores
 from training.config.data import SHARDS, DataConfig
-from training.records.cures import Cure
+from training.facts.cures import Cure
 from training.records.record import sha256_file
 from training.records.token_shards import LeftOut, SourceFile
 from training.records.words import counted
@@ -85,8 +85,7 @@ class SkippedDocuments:
         self.num_repeated = 0
         self.num_filtered = 0
         self.num_nuls = 0  # NUL characters in documents that are kept
-        self.num_garbled = 0  # places that seem to have been read in a wrong encoding
-        self.garbled_example: tuple[object, str] | None = None  # the place of the document, and the characters
+        self.garbled = GarbledText()
         self.left_out: list[LeftOut] = []
         self.hints: list[str] = []
         self.digests = digests
@@ -111,14 +110,8 @@ class SkippedDocuments:
             "skipped_bytes": self.bytes_by_file.total(),
             "skipped_files": len(self.bytes_by_file),
             "nul_characters": self.num_nuls,
-            "garbled": self.num_garbled,
+            "garbled": self.garbled.count,
         }
-
-    def look_for_garbled(self, place: str | InFile, text: str) -> None:
-        """Count the places of a text that seem to have been read in a wrong encoding."""
-        if found := garbled_places(text):
-            self.num_garbled += len(found)
-            self.garbled_example = self.garbled_example or (place, found[0])
 
     def skip_or_raise(
         self,

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from tasks.data.readers import Piece
 from training.config.data import DataConfig
+from training.facts.cures import Cure
 from training.shards.format import Split
 
 ENOUGH_DOCUMENTS = 20
@@ -79,7 +80,7 @@ def choose_rule(data: DataConfig, first: Iterable[Piece], count: Callable[[], Te
         (split,) = counts.splits
         raise ValueError(
             f"data.path={data.path}: of {documents} documents all fall into {split}, none into the other split; "
-            f"change data.validation_fraction ({fraction:g}), or set data.split=tail to cut by characters"
+            f"change data.validation_fraction ({fraction:g}), or {Cure.TAIL} to cut by characters"
         )
     border = int(characters * (1 - fraction))
     if border in (0, characters):

@@ -16,10 +16,11 @@ from tasks.data.encoder import SavedTokenizer, choose_library, load_tokenizer
 from tasks.store.local_copy import local_copy
 from tasks.workspace.bounded_process import BoundedTemplate
 from training.config.data import TokenizerConfig
+from training.facts.cures import Cure
 from training.records.record import sha256_file
 from training.records.text_encoding import TextEncoding
 from training.tokenizer.pretrained import PretrainedTokenizer, open_pretrained, save
-from training.tokenizer.text_encoder import panics_as_errors, special_tokens_of, tokens_around
+from training.tokenizer.text_encoder import special_tokens_of, tokens_around
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,21 +50,12 @@ def load_pretrained(config: TokenizerConfig) -> PretrainedTokenizer | None:
     if config.kind != "pretrained":
         return None
     path = local_copy(config.path, field="data.tokenizer.path")
-    try:
-        with panics_as_errors():
-            loaded = open_pretrained(path)
-            special_tokens_of(loaded.tokenizer)
-    except Exception as error:  # transformers and tokenizers raise anything for files that they do not expect
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"data.tokenizer.path={config.path}: no tokenizer can be loaded from there ({reason}): give a folder with "
-            "a tokenizer.json or a hub name that this machine can reach, or train one with data.tokenizer.kind=bpe"
-        ) from error
+    loaded = open_pretrained(path, name=f"data.tokenizer.path={config.path}")
     size = _vocab_size(loaded.tokenizer)
     if config.vocab_size and config.vocab_size != size:
         raise ValueError(
             f"data.tokenizer.path={config.path} has {size:,} tokens, data.tokenizer.vocab_size expects "
-            f"{config.vocab_size}: set data.tokenizer.vocab_size to {size}, or to 0 for any size"
+            f"{config.vocab_size}: {Cure.VOCAB_SIZE(size=size)}"
         )
     return loaded
 
@@ -77,7 +69,7 @@ def special_tokens(pretrained: PretrainedTokenizer | None, *, masked: bool) -> S
     if end is None:
         raise ValueError(
             f"data.tokenizer.path={path} has neither an end token (eos_token) nor a sep_token, so nothing could mark "
-            "where a document ends: set eos_token in its tokenizer_config.json"
+            f"where a document ends: {Cure.END_TOKEN}"
         )
     if masked and mask is None:
         raise ValueError(
@@ -134,7 +126,7 @@ def _bos(config: TokenizerConfig, pretrained: PretrainedTokenizer, *, continued:
     if not (bos := pretrained.config.get("bos_token")):
         raise ValueError(
             f"data.tokenizer.bos=yes: the tokenizer of {config.path} has no bos_token: set one in its "
-            "tokenizer_config.json, or data.tokenizer.bos=no"
+            f"tokenizer_config.json, or {Cure.NO_BOS}"
         )
     return (bos,)
 

@@ -28,7 +28,7 @@ from tasks.launch.lease import FENCE_S, withdraw_leases
 from tasks.launch.rank_environment import NCCL, SPINS, node_environment, rank_defaults
 from tasks.launch.standby import fits, standby_lease
 from tasks.runs.owner import RanksLauncher, ranks_launcher, tasks_of
-from tasks.workspace.paths import tracking_uri
+from tasks.workspace.paths import open_private, tracking_uri
 from tasks.workspace.processes import free_port, process_key
 from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
@@ -133,7 +133,7 @@ def _spawn(task: NodeTask, path: Path, *, log: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"MLFLOW_TRACKING_URI": tracking_uri()}  # not in the file: it may contain a password
     if task.is_ours:  # so that a user's script can import its neighbours
         environment["PYTHONSAFEPATH"] = "1"
-    with log.open("ab") as output:
+    with open_private(log, "ab") as output:
         # -P: a folder named `training` in the working directory must not be imported instead.
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "training.node", *(["--stand-by"] if task.is_ours else []), str(path)],

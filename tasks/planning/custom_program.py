@@ -72,11 +72,15 @@ def check_script(script: Path, launch: LaunchConfig) -> None:
 
 def check_tracking(launch: LaunchConfig) -> None:
     """Raise ValueError if a program in containers could not log to the run."""
-    uri, cure = tracking_uri(), "set MLFLOW_TRACKING_URI to a server's address, such as http://10.0.0.9:5000"
+    uri = tracking_uri()
+    cure = (
+        "set MLFLOW_TRACKING_URI to the address of a server that asks for a password, such as http://10.0.0.9:5000 "
+        "(docs/multi-node.md starts one)"
+    )
     if urlsplit(uri).scheme not in {"http", "https"}:
         raise ValueError(
             f"a trainer in containers logs into MLflow by itself, and {without_url_credentials(uri)} is a file of this "
-            f"machine: start `mlflow server --host 0.0.0.0` and {cure}"
+            f"machine: {cure}"
         )
     far = ["every pod" if launch.launcher == "kubernetes" else "Slurm's nodes"]
     if launch.launcher == "docker":

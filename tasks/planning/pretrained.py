@@ -13,9 +13,10 @@ from typing import Any
 from tasks.store.local_copy import local_copy
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
+from training.facts.cures import Cure
 from training.facts.model_config import read_settings
 from training.planner.model_shape import check_numbers, rows_cure
-from training.records.model_state import saved_shapes, weight_map
+from training.records.model_state import check_finite, saved_shapes, weight_map
 from training.records.record import read_fields, sha256_file
 from training.tokenizer.pretrained import open_pretrained
 
@@ -130,6 +131,17 @@ def check_optimizer(config: RunConfig) -> None:
         )
 
 
+def check_start(config: RunConfig) -> None:
+    """Raise ValueError if the weights or moments that a run starts from hold NaN or infinite numbers.
+
+    Reads the files; models on the hub are read by the ranks.
+    """
+    if config.model.init == "pretrained":
+        check_finite(Path(local_copy(config.model.path, field="model.path")).expanduser())
+    if config.train.optimizer_path:
+        check_finite(Path(local_copy(config.train.optimizer_path, field="train.optimizer_path")), "optimizer*")
+
+
 def _check_files(folder: Path) -> None:
     """Raise ValueError for a local model whose weights are only pickles; for models on the hub the ranks check this."""
     pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(kind))
@@ -162,7 +174,7 @@ def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
                 path,
             )
         return
-    cure = f"use the model's own: data.tokenizer.kind=pretrained data.tokenizer.path={path}"
+    cure = f"use the model's own: {Cure.ITS_TOKENIZER(path=path)}"
     if tokenizer is None and wanted.kind == "bpe" and wanted.bpe_size < (size := len(_vocabulary(theirs))):
         raise ValueError(
             f"model.path = {path} was trained with a tokenizer of {size:,} tokens, which no BPE of {wanted.bpe_size:,} "
@@ -206,7 +218,9 @@ def _vocabulary(file: Path) -> dict[str, int]:
 
 def _whole_vocabulary(path: str, *, field: str) -> dict[str, int]:
     """Return the vocabulary of a stranger's tokenizer, with what its other files add to tokenizer.json."""
-    words: dict[str, int] = open_pretrained(local_copy(path, field=field), says=False).tokenizer.get_vocab()
+    words: dict[str, int] = open_pretrained(
+        local_copy(path, field=field), name=f"{field}={path}", says=False
+    ).tokenizer.get_vocab()
     return words
 
 

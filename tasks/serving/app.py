@@ -73,7 +73,9 @@ def build_app(follower: AliasFollower, *, limits: ServingConfig) -> ASGIApp:
         await asyncio.gather(following, return_exceptions=True)
         text.close()
 
-    app = FastAPI(title=f"Shardline: {follower.ref}", lifespan=lifespan, redirect_slashes=False)
+    # No /docs: FastAPI's pages load their scripts from another site.
+    title = f"Shardline: {follower.ref}"
+    app = FastAPI(title=title, lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(Refused)(_refused)

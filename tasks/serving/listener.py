@@ -7,6 +7,9 @@ import ipaddress
 import json
 import shlex
 import socket
+from collections.abc import Collection
+from contextlib import suppress
+from urllib.parse import urlsplit
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -35,6 +38,28 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(address).is_loopback for address in found)
+
+
+NOBODYS = ("localhost", "local", "internal", "svc", "cluster.local")  # no site can get a name below these
+
+
+def is_own_name(header: str, *, names: Collection[str]) -> bool:
+    """Whether a request's Host may be this server's: an address, a name without a dot, one that no site can get, this
+    machine's, or one of `names`.
+
+    A page of another site, whose name resolves to this server, sends that name; it could read all answers otherwise.
+    """
+    try:
+        host = (urlsplit(f"//{header}").hostname or "").removesuffix(".")
+    except ValueError:
+        return False
+    if "@" in header or not host:
+        return False
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    known = {socket.gethostname().lower(), *(name.lower() for name in names)}
+    return "." not in host or host in known or host.endswith(tuple(f".{ending}" for ending in NOBODYS))
 
 
 def url_of(host: str, listener: socket.socket) -> str:

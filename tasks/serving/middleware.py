@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tasks.serving.alias_follower import AliasFollower
+from tasks.serving.listener import is_own_name
 from tasks.serving.metrics import ServerMetrics
 from training.config.serving import ServingConfig
 
@@ -133,6 +134,10 @@ class AdmissionControl:
 
     def _refused(self, scope: Scope) -> Response | None:
         headers, path = Headers(scope=scope), scope["path"]
+        for host in headers.getlist("host"):
+            if not is_own_name(host, names=self.limits.host_names):
+                cure = "ask under its address, or add the name to serving.host_names"
+                return refusal(path, 403, f"this server is not known as {host}: {cure}")
         if self.tokens and path not in OPEN_PATHS and not path.startswith(HEALTH):
             header = headers.get("authorization", "")
             if not self.tokens.accepts(header):

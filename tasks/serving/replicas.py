@@ -97,7 +97,8 @@ def serve_by_replicas(
     """
     gpus = gpus_of_replicas(config.inference, replicas)
     threads = config.inference.threads or max(1, usable_cores() // (replicas * config.inference.degree))
-    config = config.model_copy(update={"inference": config.inference.model_copy(update={"threads": threads})})
+    inference = config.inference.model_copy(update={"threads": threads})
+    config = config.known_as(host).model_copy(update={"inference": inference})
     with ExitStack() as stack:
         public = stack.enter_context(listen(host, port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardline-replicas-")))  # mode 0700

@@ -40,7 +40,7 @@ def serve(
     Raises ValueError if there is no such version or if the address cannot be used, RuntimeError if MLflow does not
     answer at the start, KeyboardInterrupt after Ctrl-C.
     """
-    config = config or ServeConfig()
+    config = (config or ServeConfig()).known_as(host)
     with listen(host, port) as listener:
         url = url_of(host, listener)
 

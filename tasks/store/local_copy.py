@@ -13,9 +13,12 @@ from tasks.store.transfer import download_all, listing
 from tasks.workspace.locks import exclusive
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
+from training.facts.cures import Cure
 from training.store.urls import check_url, is_url
 
 logger = logging.getLogger(__name__)
+
+VERSIONS = ("ETag", "mtime", "Last-Modified")  # what changes with a file's content
 
 
 def local_copy(path: str, *, field: str) -> str:
@@ -52,8 +55,10 @@ def _copy(url: str, *, field: str) -> Path:
     found = listing(url)
     if not found:
         raise ValueError(f"{field} = {url}: there is no folder with files at this URL: correct it")
+    if unsized := [name for name, info in found.items() if info.get("size") is None]:
+        raise ValueError(f"{field} = {url}: the server does not say how long {unsized[0]} is: {Cure.DOWNLOAD}")
     content = sorted(
-        (name, info.get("size"), str(info.get("ETag", info.get("mtime", "")))) for name, info in found.items()
+        (name, info.get("size"), str([info[key] for key in VERSIONS if info.get(key)])) for name, info in found.items()
     )
     digest = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
     folder = home() / "copies" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', url.rpartition('/')[2])}-{digest}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from training.records.record import MOST_FIELDS_BYTES, DamagedRecord, check_regular, read_fields
 
 MIB = 2**20
+POINTER, POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # its first bytes; it is no larger
 LARGEST: dict[str, int | None] = {  # bytes of the files that transformers and tokenizers read; the first that fits
     "tokenizer.json": 256 * MIB,
     "*.json": MOST_FIELDS_BYTES,
@@ -38,6 +39,7 @@ FIELDS = (  # files that have one JSON object
 
 def check_model_folder(folder: Path) -> None:
     """Raise ValueError, with the file and the reason, for a folder with a file that no library should open."""
+    _refuse_pointers(folder)
     for path in _files(folder):
         largest = next((size for kind, size in LARGEST.items() if path.match(kind)), 0)
         try:
@@ -47,6 +49,16 @@ def check_model_folder(folder: Path) -> None:
                 read_fields(path)
         except FileNotFoundError:
             raise DamagedRecord(path, "is a link to nothing") from None
+
+
+def _refuse_pointers(folder: Path) -> None:
+    """Raise ValueError for a folder that was cloned without the large files of git-lfs."""
+    small = (file for file in sorted(folder.iterdir()) if file.is_file() and file.stat().st_size < POINTER_BYTES)
+    if pointers := [file.name for file in small if file.read_bytes().startswith(POINTER)]:
+        more = f" and {len(pointers) - 1} more are pointers" if len(pointers) > 1 else " is a pointer"
+        raise ValueError(
+            f"{folder}: {pointers[0]}{more} of git-lfs, not what they stand for: run `git lfs pull` in {folder}"
+        )
 
 
 def _files(folder: Path) -> Iterator[Path]:

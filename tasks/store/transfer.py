@@ -119,6 +119,8 @@ def listing(url: str) -> dict[str, dict[str, Any]]:
             found = store.find(root, detail=True, **deepest)
         except FileNotFoundError:
             return {}
+        if is_web(root):  # a page has neither sizes nor hashes, and links that sort it
+            found = {path: store.info(path) for path in found if "?" not in path and not path.endswith("/")}
     return {
         path.removeprefix(f"{top}/"): info
         for path, info in found.items()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.workspace.locks import exclusive
+from tasks.workspace.paths import home, make_private
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,11 @@ def make_database(uri: str) -> None:
     it has all, so that a process that is killed leaves nothing half made.
     """
     file = database_file(uri)
-    if file is None or _is_there(file) or not file.parent.is_dir():
+    if file is None or not file.parent.is_dir():
+        return
+    if _is_there(file):
+        if file.parent == home():
+            make_private(*home().glob(f"{file.name}*"))
         return
     from mlflow.tracking import MlflowClient
 
@@ -41,6 +46,7 @@ def make_database(uri: str) -> None:
         aside = file.with_name(f".{file.name}.new")
         for left_over in file.parent.glob(f"{aside.name}*"):
             left_over.unlink()
+        aside.touch(mode=0o600)
         with _written_once(aside):
             MlflowClient(f"sqlite:///{aside}").search_experiments(max_results=1)
         aside.replace(file)

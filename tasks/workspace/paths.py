@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
+import stat
 import sys
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import IO, Literal
 from urllib.parse import unquote, urlparse
 
 from tasks.workspace.processes import local_process
@@ -15,20 +20,51 @@ from training.config.credentials import without_url_credentials
 from training.records.record import read_fields
 from training.tracking.redaction import credentials_apart
 
+logger = logging.getLogger(__name__)
+
 MLFLOW_USER, MLFLOW_PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
 UP_FILE = "up.json"  # in SHARDLINE_HOME: service -> {url, process}, by flows/servers/local.py
 
 
 def home() -> Path:
-    """Return SHARDLINE_HOME, by default ./runs; make it if it is missing."""
+    """Return SHARDLINE_HOME, by default ./runs; make it if it is missing. Only its owner may enter it."""
     path = Path(os.environ.get("SHARDLINE_HOME") or "runs").resolve()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (mode := path.stat().st_mode) & 0o077:
+            _close(path, stat.S_IMODE(mode))
     except OSError as error:
         raise ValueError(
             f"SHARDLINE_HOME = {path} cannot be made ({error.strerror}): set it to a folder of yours"
         ) from None
     return path
+
+
+@cache
+def _close(path: Path, mode: int) -> None:
+    """Keep other users out of SHARDLINE_HOME, or say that they may enter it."""
+    if not mode & stat.S_ISVTX:  # a folder of all users, as /tmp is, stays as it is
+        with suppress(OSError):  # it is another user's, or of a file system that has no modes
+            path.chmod(0o700)
+    if path.stat().st_mode & 0o077:
+        logger.warning("other users may enter SHARDLINE_HOME = %s (mode %04o): `chmod 700` keeps them out", path, mode)
+    else:
+        logger.info("SHARDLINE_HOME = %s had mode %04o: now only its owner may enter it", path, mode)
+
+
+def open_private(path: Path, mode: Literal["wb", "ab"]) -> IO[bytes]:
+    """Open a file that only its owner may read and write, whatever its mode was, and whatever the umask is."""
+    path.touch(mode=0o600)
+    make_private(path)
+    return path.open(mode)
+
+
+def make_private(*paths: Path) -> None:
+    """Let only the owner of these files read and write them."""
+    for path in paths:
+        with suppress(OSError):  # another user's, who alone may do that, or one that is gone
+            if path.stat().st_mode & 0o077:
+                path.chmod(0o600)
 
 
 def run_folder(run_id: str) -> Path:

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.registry.models import resolve
 from tests.support.buffered_models import buffers_in, save_family
-from tests.support.families import tiny_config
 from tests.support.mlflow_store import Store
 from tests.support.ranks import losses, run_ranks
 from tests.support.serving import server
+from tests.support.tiny_configs import tiny_config
 from tests.support.tiny_run import VOCAB
 from tests.support.user_folder import UserFolder, wait_for_step
 from tests.training.checkpoint.test_model_state import held_out_loss, trained_loss

@@ -123,7 +123,20 @@ PER_TYPE: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 1,
     },
     **{name: {"layer_types": ["conv", "full_attention"] * 2} for name in ("lfm2", "lfm2_moe")},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    **{
+        name: {
+            "num_key_value_heads": 4,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_q_lora_rank": 32,
+            "swa_kv_lora_rank": 32,
+            "swa_head_dim": 24,
+            "swa_qk_nope_head_dim": 16,
+            "swa_qk_rope_head_dim": 8,
+            "swa_v_head_dim": 16,
+        }
+        for name in ("dots3_note", "dots3_note_text")
+    },
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention"] * 2,
         "layers_block_type": ["mamba", "attention"] * 2,

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.checkpoint.writer import write_index
-from training.node.host_memory import check_own, hold, make_run_folder, remove_abandoned
+from training.node.host_memory import USED, check_own, hold, make_run_folder, remove_abandoned
 from training.records.checkpoint import CHECKPOINT_MANIFEST
 from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord, RankShare, memory_record
 from training.records.plan import RunPlan
@@ -195,6 +195,7 @@ class HostMemory:
         if self.is_leader:
             shutil.rmtree(self.folder, ignore_errors=True)
             with suppress(OSError):  # in a container the run's folder is a mount, so it stays, empty
+                (self.run_folder / USED).unlink(missing_ok=True)
                 self.run_folder.rmdir()
 
 

@@ -26,6 +26,7 @@ from training.checkpoint.saver import unfilled_manifest
 from training.checkpoint.staging import Staging
 from training.checkpoint.writer import write_rank_file
 from training.data.batch import MicroBatches
+from training.node.host_memory import note_use
 from training.records.checkpoint import CheckpointManifest
 from training.records.memory_checkpoint import MemoryRecord, RankShare
 from training.records.plan import RunPlan
@@ -122,6 +123,7 @@ class MemorySaver:
         try:
             if memory.is_leader:
                 memory.keep_only(record.name, *([self.newest.name] if self.newest else []))
+                note_use(memory.run_folder)
             share = self._write(folder, manifest, files)
         except (OSError, Abandoned) as error:
             fault = self._in_words(error)

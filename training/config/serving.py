@@ -80,6 +80,12 @@ class ServingConfig(Section):
         description="Origins whose web pages may call this server from a browser, such as https://example.org; "
         '"*" means all. Empty means none.',
     )
+    host_names: tuple[str, ...] = Field(
+        (),
+        description="Names under which clients reach this server, such as model.example.org behind a proxy. Addresses, "
+        "names without a dot, those of this machine, and those that end in .local, .internal or .svc need not be "
+        "listed; a request for another host is refused, as a page of another site could send it.",
+    )
     drain_s: float = Field(30, ge=0, description="Seconds to let running requests finish after SIGTERM.")
     poll_s: float = Field(5, gt=0, description="Seconds between checks of the alias.")
     token_file: str = Field(
@@ -118,6 +124,11 @@ class ServeConfig(Section):
 
     inference: InferenceConfig = Field(InferenceConfig(), description="Engine and devices that run the model.")
     serving: ServingConfig = Field(ServingConfig(), description="Limits of the server.")
+
+    def known_as(self, host: str) -> ServeConfig:
+        """Return the config of a server that clients may also ask under the name that it listens on."""
+        serving = self.serving.model_copy(update={"host_names": (*self.serving.host_names, host)})
+        return self.model_copy(update={"serving": serving})
 
 
 class TritonConfig(Section):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name
 from training.facts.families import can
+from training.facts.model_config import read_settings
 from training.models import hugging_face
 from training.models.language_model import LanguageModel
 from training.models.pretrained import auto_class_of, load_pretrained
@@ -60,9 +61,7 @@ def open_model(plan: EvaluationPlan, folder: Path, *, rank: Rank) -> Opened:
 
 def _unfilled(folder: Path, *, objective: str, precision: str) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     """Return the model, if possible without weights, and its weights by name, of which each rank takes its part."""
-    from transformers import AutoConfig
-
-    settings, auto_class = AutoConfig.from_pretrained(folder, trust_remote_code=False), auto_class_of(objective)
+    settings, auto_class = read_settings(folder), auto_class_of(objective)
     saved = any((folder / name).exists() for name in (index_name("model"), file_name("model", number=0, of=1)))
     if can(settings.model_type, "fresh") and saved:
         with hugging_face.without_weights():

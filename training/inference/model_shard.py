@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from training.checkpoint.safetensors_files import TensorFiles
 from training.exports.arguments import cache_argument
 from training.facts.families import adds_loss, can
+from training.facts.model_config import read_settings
 from training.inference.kv_cache import KeyValues
 from training.inference.steps import SKIPPED, Extend, Forward, Move, Prefill
 from training.models import hugging_face
@@ -150,9 +151,7 @@ def load_shard(
 
     Raises ValueError if the folder does not have the model's tensors, or the model cannot be split.
     """
-    from transformers import AutoConfig
-
-    settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    settings = read_settings(folder)
     with hugging_face.without_weights():  # allocated memory that is never touched costs nothing
         hf = auto_class_of("causal").from_config(settings, dtype=dtype)
     hf.tie_weights()
@@ -182,7 +181,5 @@ def load_shard(
 
 def is_admitted(folder: Path) -> bool:
     """Return whether this model can be split and decoded with our cache."""
-    from transformers import AutoConfig
-
-    settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    settings = read_settings(folder)
     return can(settings.model_type, "cached") and not adds_loss(vars(settings))

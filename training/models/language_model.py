@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from training.data.batch import IGNORED, Batch
 from training.facts.families import adds_loss, can, types_counting_from_pad
+from training.facts.model_config import read_settings
 from training.models import hugging_face
 from training.models.auxiliary_loss import AuxiliaryLoss
 from training.models.context import ContextPieces, attend_over
@@ -433,10 +434,10 @@ def hf_config(plan: RunPlan) -> Any:
     model, shape = plan.config.model, plan.shape
     path = plan.local(model.path)
     if model.init == "pretrained":
-        return with_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False), model.dropout)
+        return with_dropout(read_settings(path), model.dropout)
     if model.path:
         ends = {"bos_token_id": plan.end_id, "eos_token_id": plan.end_id, "pad_token_id": plan.end_id}
-        settings = AutoConfig.from_pretrained(path, vocab_size=plan.vocab_size, trust_remote_code=False)
+        settings = read_settings(path, vocab_size=plan.vocab_size)
         if settings.model_type in types_counting_from_pad():
             settings.max_position_embeddings += plan.end_id - settings.pad_token_id
         settings.update(ends)

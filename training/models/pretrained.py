@@ -20,7 +20,7 @@ import torch
 
 from training.facts.model_config import WRONG_VALUES, first_line, read_settings
 from training.models import hugging_face
-from training.records.model_state import differences, open_tensors, saved_shapes, weight_files
+from training.records.model_state import NOT_FINITE, differences, open_tensors, saved_shapes, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ def load_pretrained(auto_class: Any, folder: Path | str, *, dtype: torch.dtype, 
 
     Safetensors only: a .bin is a pickle, and whoever wrote it could run code here.
     """
-    given = {} if settings is None else {"config": settings}
-    hf = _checked(
-        auto_class.from_pretrained, folder, folder, use_safetensors=True, trust_remote_code=False, dtype=dtype, **given
-    )
+    given = {"config": read_settings(folder) if settings is None else settings, "dtype": dtype}
+    hf = _checked(auto_class.from_pretrained, folder, folder, use_safetensors=True, trust_remote_code=False, **given)
+    if not Path(folder).is_dir():  # of the hub: nobody has read it before
+        _check_numbers(hf, folder)
     output = hf.get_output_embeddings()
     if hf.config.get_text_config().tie_word_embeddings and hasattr(output, "weight"):
         _check_tied({"head": output.weight, "embedding": hf.get_input_embeddings().weight}, folder)
@@ -90,6 +90,12 @@ def _check_generation(folder: Path) -> None:
         GenerationConfig.from_pretrained(folder)
     except WRONG_VALUES as error:
         raise ValueError(f"{folder}/generation_config.json has a wrong value: {first_line(error)} Correct it") from None
+
+
+def _check_numbers(hf: Any, folder: Path | str) -> None:
+    for name, tensor in hf.state_dict().items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(NOT_FINITE.format(where=folder, name=name))
 
 
 def _check_tied(weights: Mapping[str, torch.Tensor], folder: Path | str) -> None:

@@ -93,7 +93,7 @@ def stand_by(path: Path) -> int:
 
 
 def _write_output_to(log: Path) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)

@@ -11,11 +11,11 @@ import fcntl
 import os
 import shutil
 import stat
-import time
 from contextlib import suppress
 from pathlib import Path
 
 HOST_MEMORY = "/host-memory"  # the parent of checkpoint.memory_dir in preflight's container
+USED = "used_at"  # a file in the run's folder
 ABANDONED_S = 3600.0  # a person may resume a failed run, whose copies then still exist
 
 
@@ -30,7 +30,17 @@ def make_run_folder(memory_dir: Path, run_id: str) -> Path:
     folder = memory_dir / run_id
     folder.mkdir(mode=0o700, exist_ok=True)
     check_own(folder)
+    note_use(folder)
     return folder
+
+
+def note_use(folder: Path) -> None:
+    """Write the uptime into a run's folder: its age is by the machine's uptime, as the clock may be set."""
+    (folder / USED).write_text(f"{_uptime_s()}\n")
+
+
+def _uptime_s() -> float:
+    return float(Path("/proc/uptime").read_text().split()[0])
 
 
 def check_own(path: Path) -> None:
@@ -54,13 +64,13 @@ def hold(folder: Path) -> int:
 
 
 def remove_abandoned(memory_dir: Path, *, but: str) -> list[str]:
-    """Remove the folders of other runs that no rank uses, and into which nothing was written for ABANDONED_S.
+    """Remove the folders of other runs that no rank uses, and that none has used for ABANDONED_S.
 
     Returns the runs' names. Folders of other users, and folders that disappear meanwhile, are skipped.
     """
     removed = []
     for folder in sorted(memory_dir.iterdir()) if memory_dir.exists() else ():
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # also one whose file was not written whole
             if folder.name != but and _is_abandoned(folder):
                 shutil.rmtree(folder)
                 removed.append(folder.name)
@@ -68,8 +78,8 @@ def remove_abandoned(memory_dir: Path, *, but: str) -> list[str]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-    if time.time() - newest < ABANDONED_S:
+    used = folder / USED
+    if used.exists() and _uptime_s() - float(used.read_text()) < ABANDONED_S:
         return False
     descriptor = os.open(folder, os.O_RDONLY)
     try:

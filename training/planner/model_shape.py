@@ -9,6 +9,7 @@ from typing import Any
 from training.config.data import ASSUMED_VOCAB
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
+from training.facts.cures import Cure
 from training.facts.families import adds_loss, masked_types, types_counting_from_pad, types_without_heads
 from training.planner.precision import FP8_MULTIPLE
 from training.records.model_sizes import LayersAlike, ModelSizes, Part
@@ -281,7 +282,7 @@ def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping
         theirs = int(hf_config.get("vocab_size", 0))
         if ours > theirs:
             is_own = tokenizer.kind == "pretrained" and tokenizer.path == config.model.path
-            own = f"the model's own tokenizer, data.tokenizer.kind=pretrained data.tokenizer.path={config.model.path}"
+            own = f"the model's own tokenizer, {Cure.ITS_TOKENIZER(path=config.model.path)}"
             cure = rows_cure(ours) if is_own else f"use {own}; if it is, {rows_cure(ours)}"
             raise ValueError(f"the tokenizer has {ours:,} tokens, the embedding of the model {theirs:,} rows: {cure}")
         return theirs

@@ -6,12 +6,16 @@ the registry and in a server.
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from training.facts.placed import safe_name
 from training.records.record import DamagedRecord, check_regular, read_fields
@@ -23,6 +27,20 @@ Shapes = Mapping[str, Sequence[int]]  # of a state's tensors, by name
 INTEGER = re.compile(r"[IU]\d")  # safetensors' names of data types
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COPY_AGAIN = "copy it again"
+# The bits of floating-point formats that are all set only in NaN and infinite numbers.
+EXPONENTS = {
+    "F64": ("<u8", 0x7FF0000000000000),
+    "F32": ("<u4", 0x7F800000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F8_E5M2": ("u1", 0x7C),
+    "F8_E4M3": ("u1", 0x7F),
+}
+CHUNK_BYTES = 1 << 26
+NOT_FINITE = (
+    "{where} has NaN or infinite numbers in {name}: no run from it has a finite loss, whatever its learning rate: copy "
+    "it again if the original is whole, else give a checkpoint from before it diverged"
+)
 SHOWN = 12  # names in a message; of more, those that differ only in their layer or expert are one pattern
 WITHOUT_BUFFERS = ("llama", "gpt2", "bert")  # model types for which what older versions saved was the whole state
 
@@ -124,6 +142,36 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     if files != [folder / SINGLE] and (missing := weight_map(index).keys() - shapes.keys()):
         raise ValueError(f"{index} names {listed(missing)}, which its files do not have: {COPY_AGAIN}")
     return shapes
+
+
+def check_finite(folder: Path, pattern: str = "*") -> None:
+    """Raise ValueError, with file and tensor, for a number that is NaN or infinite in a folder's safetensors files.
+
+    Reads all bytes once, by the bits of each format, and keeps none.
+    """
+    for path in sorted(folder.glob(f"{pattern}.safetensors")):
+        status = path.stat()
+        if name := _first_not_finite(path, status.st_size, status.st_mtime_ns):
+            raise ValueError(NOT_FINITE.format(where=path, name=name))
+
+
+@functools.cache
+def _first_not_finite(path: Path, size: int, changed_ns: int) -> str | None:
+    """Return the name of the first tensor with such a number. Size and time make another file of a changed one."""
+    open_tensors(path)  # its header is right
+    content = np.memmap(path, np.uint8, "r")
+    begin = 8 + int(content[:8].view("<u8")[0])
+    header = json.loads(content[8:begin].tobytes())
+    for name, entry in header.items():
+        if name == "__metadata__" or entry["dtype"] not in EXPONENTS:
+            continue
+        kind, exponent = EXPONENTS[entry["dtype"]]
+        start, stop = (begin + place for place in entry["data_offsets"])
+        for place in range(start, stop, CHUNK_BYTES):
+            numbers = np.frombuffer(content[place : min(place + CHUNK_BYTES, stop)], kind)
+            if (numbers & exponent == exponent).any():
+                return str(name)
+    return None
 
 
 def listed(names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from training.records.cures import Cure
+from training.facts.cures import Cure
 from training.records.record import Record
 from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.records.words import counted
@@ -18,7 +18,8 @@ LOST_SHARE = 0.001  # of the characters; more is a warning
 SKIPPED_SHARE = 0.01  # of the bytes; more is a warning
 FILES_KEPT = 10  # in the manifest, of those in which text was skipped
 FILES_NAMED = 5
-GARBLED_SHARE = 0.0001
+GARBLED_SHARE = 0.001  # of the characters
+GARBLED_STRETCH = 256
 FOLD = 3  # more or less of the text than is asked for is a warning
 
 
@@ -104,7 +105,7 @@ class Ledger(Record):
     `nul_characters` and `lost_characters` among them: for a lost one the tokenizer has nothing, or only its unknown
     token (white space between words does not count). `unknown_tokens`: how often it gave that token.
     `special_as_tokens`, `special_as_text`: how often the text holds special tokens that were encoded as such, and as
-    text. `garbled`: places that seem to have been read in a wrong encoding.
+    text. `garbled`: stretches of 256 characters that seem to have been read in a wrong encoding.
     """
 
     repeated: int = 0
@@ -271,7 +272,7 @@ def characters_lost(ledger: Ledger, *, read: str = "") -> Iterator[tuple[str, bo
     yield (
         f"text: {read}{format_share(share)} of the characters ({lost:,} of "
         f"{characters:,}) are lost: the tokenizer does not know them ({counted(ledger.unknown_tokens, 'unknown token')}"
-        "); take one that is byte-level or has a byte fallback, or train one on this text with data.tokenizer.kind=bpe",
+        f"); take one that is byte-level or has a byte fallback, or {Cure.TRAIN_TOKENIZER}",
         share > LOST_SHARE,
     )
 
@@ -292,11 +293,11 @@ def garbled_text(ledger: Ledger, example: str, *, read: str = "") -> Iterator[tu
     `read`: words for the part of the text that the counts are of.
     """
     if ledger.garbled:
-        places = counted(ledger.garbled, "place")
+        size = f"{ledger.garbled * GARBLED_STRETCH:,} characters"
         yield (
-            f"text: {read}{places} of the text look as if they had been read in a wrong encoding, such as {example}: "
+            f"text: {read}up to {size} look as if they had been read in a wrong encoding, such as {example}: "
             f"{Cure.MEND}",
-            ledger.garbled > GARBLED_SHARE * ledger.characters,
+            ledger.garbled * GARBLED_STRETCH > GARBLED_SHARE * ledger.characters,
         )
 
 

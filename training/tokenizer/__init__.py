@@ -1,1 +1,1 @@
-"""How text becomes tokens: one encoder for training, evaluation, samples, server and exports; chat templates."""
+"""How text becomes tokens: pretrained tokenizers, one encoder for every use of a model, chat templates."""

@@ -17,8 +17,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from training.facts.cures import Cure
 from training.records.record import read_fields, write_atomically
-from training.tokenizer.text_encoder import tokens_around
+from training.tokenizer.text_encoder import panics_as_errors, special_tokens_of, tokens_around
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +60,26 @@ class PretrainedTokenizer:
         )
 
 
-def open_pretrained(path: str, *, says: bool = True) -> PretrainedTokenizer:
+def open_pretrained(path: str, *, name: str = "", says: bool = True) -> PretrainedTokenizer:
     """Return the tokenizer of a folder, or of a hub's model: tokenizer.json's, or else the one that its class makes.
 
-    `says`: what its other files say otherwise is logged. Raises OSError or ValueError if there is none, and ValueError
-    for added tokens whose IDs it cannot give.
+    `name`: the field that names it; `says`: what its other files say otherwise is logged. Raises ValueError, with the
+    cure, if it cannot be opened.
     """
+    try:
+        with panics_as_errors():
+            opened = _opened(path, says=says)
+            special_tokens_of(opened.tokenizer)
+            return opened
+    except Exception as error:  # transformers and tokenizers raise anything for files that they do not expect
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{name or path}: no tokenizer can be loaded from there ({reason}): give a folder with a tokenizer.json or "
+            f"a hub name that this machine can reach, or {Cure.TRAIN_TOKENIZER}"
+        ) from error
+
+
+def _opened(path: str, *, says: bool) -> PretrainedTokenizer:
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
@@ -123,7 +138,7 @@ def _by_its_class(path: str, *, has_file: bool) -> Any:
             raise
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.info("%s: its special tokens are those that its files name, not its class's (%s)", path, why)
-        return PreTrainedTokenizerFast.from_pretrained(path)
+        return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
 
 
 def _config(given: Mapping[str, Any], named: Any) -> dict[str, Any]:

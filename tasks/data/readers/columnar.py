@@ -13,7 +13,7 @@ from tasks.data.readers.spans import Piece, Place, Span
 from tasks.data.readers.spans import num_bytes as size_of
 from tasks.data.sources import SkippedDocuments
 from training.config.data import DataConfig
-from training.records.cures import Cure
+from training.facts.cures import Cure
 from training.store.urls import store_errors
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import orjson
 from tasks.data.contents import MISSING, value_at
 from tasks.data.readers.documents import BLOCK_CHARACTERS, Wanted, pieces_of_document
 from tasks.data.readers.plain_text import raw_lines
-from tasks.data.readers.problems import cure_of_row, kind_of, listed, not_unicode
+from tasks.data.readers.problems import cure_of_row, kind_of, listed, not_unicode, or_exclude
 from tasks.data.readers.spans import Piece, Place, Span
 from tasks.data.sources import SkippedDocuments
-from training.records.cures import Cure
+from training.facts.cures import Cure
 
 LONGEST_INTEGER = 4300  # digits that Python reads as one integer
 LONGEST_ITEM = 2**28  # characters of one item of a JSON array, which is parsed repeatedly until it is complete
@@ -181,10 +181,7 @@ def read_json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> It
         try:
             row = decoder.decode(line)
         except (ValueError, RecursionError) as error:
-            cure = (
-                "a JSON file holds one object per line; only one named .json may be an array, or hold objects of "
-                "several lines"
-            )
+            cure = "a JSON file holds one object per line, one array, or, named .json, objects of several lines"
             skipped.skip_or_raise(place, f"not valid JSON ({error}); {cure}")
             continue
         yield from _of_row(row, place, wanted, skipped)
@@ -200,7 +197,9 @@ def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments
         return
     value = row.get(wanted.column, MISSING)
     if value is MISSING and (value := value_at(row, wanted.column)) is MISSING:
-        skipped.skip_or_raise(place, f"has no key {wanted.column!r} but {listed(row)}{cure_of_row(row, place)}")
+        skipped.skip_or_raise(
+            place, f"has no key {wanted.column!r} but {listed(row)}{cure_of_row(row, place)}{or_exclude(place)}"
+        )
     elif wanted.keeps(row, place, skipped):
         yield from pieces_of_document(place, value, skipped, beside=row)
 

@@ -20,6 +20,7 @@ from tasks.data.readers.documents import (
 from tasks.data.readers.problems import NUL, bad_byte, not_unicode, shift_problem
 from tasks.data.readers.spans import Piece, Place, Span, num_bytes
 from tasks.data.sources import SkippedDocuments, Source
+from training.facts.cures import Cure
 
 BORDER_BYTES = 2**16  # a border between two spans of one document is searched within this many bytes
 FEWEST_CR = 3  # of a text whose lines end with CR alone; a line with fewer may be a progress bar's
@@ -198,8 +199,8 @@ def raw_lines(span: Span) -> Iterator[tuple[int, bytes]]:
         first = b"" if offset else file.readline(BLOCK_CHARACTERS)
         if b"\n" not in first and (num_cr := first.count(b"\r")) >= FEWEST_CR:
             raise OSError(
-                f"its first {len(first):,} bytes have {num_cr:,} CR and no LF. If CR ends its lines, end them with LF: "
-                "tr '\\r' '\\n' < FILE > COPY; if it is one line, delete them: tr -d '\\r' < FILE > COPY"
+                f"its first {len(first):,} bytes have {num_cr:,} CR and no LF. If CR ends its lines, "
+                f"{Cure.LINE_ENDS}; if it is one line, delete them: tr -d '\\r' < FILE > COPY"
             )
         if first and not first.endswith(b"\n"):
             first += file.readline()

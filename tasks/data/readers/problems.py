@@ -9,7 +9,7 @@ from typing import Any
 from tasks.data.contents import seven_bit_encoding
 from tasks.data.readers.spans import Place
 from tasks.data.sources import LINES_SUFFIXES, Source
-from training.records.cures import Cure
+from training.facts.cures import Cure
 
 CHATS = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
 TOKEN_COLUMNS = ("input_ids", "token_ids", "tokens")

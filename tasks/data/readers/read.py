@@ -33,7 +33,7 @@ def read_spans(spans: Iterable[Span], data: DataConfig, skipped: SkippedDocument
                 continue
             for piece in _read(span, data, wanted, skipped):
                 place = piece.place
-                skipped.look_for_garbled(place, piece.text)
+                skipped.garbled.look_at(place, piece.text)
                 yield piece
                 documents += piece.last
         except OSError as error:

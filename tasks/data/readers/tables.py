@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from tasks.data.readers.documents import Wanted, pieces_of_document
@@ -11,8 +12,10 @@ from tasks.data.readers.problems import listed, or_exclude, what_rows_are
 from tasks.data.readers.spans import Piece, Place, Span, num_bytes
 from tasks.data.sources import SkippedDocuments
 from training.config.data import TableConfig
+from training.facts.cures import Cure
 
 DELIMITERS = ",;\t|"
+HEADER_LINES = 20  # within which a header is looked for
 
 
 def read_table(span: Span, table: TableConfig, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
@@ -20,7 +23,9 @@ def read_table(span: Span, table: TableConfig, wanted: Wanted, skipped: SkippedD
     is_tsv = span.source.format == "tsv"
     delimiter = table.delimiter or ("\t" if is_tsv else ",")
     quoted = table.quoting == "csv" or (table.quoting == "auto" and not is_tsv)
-    lines = _Lines(line for _, line in numbered_lines(span))
+    every = (line for _, line in numbered_lines(span))
+    ahead = list(itertools.islice(every, HEADER_LINES))
+    lines = _Lines(itertools.chain(ahead, every))
     rows: Iterator[list[str]] = map(_fields(delimiter), lines)
     if quoted or table.escape:
         rows = csv.reader(
@@ -28,6 +33,7 @@ def read_table(span: Span, table: TableConfig, wanted: Wanted, skipped: SkippedD
             delimiter=delimiter,
             quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
             escapechar=table.escape or None,
+            skipinitialspace=_has_blanks(ahead, delimiter),
             strict=True,
         )
     header: list[str] = []
@@ -52,8 +58,11 @@ def read_table(span: Span, table: TableConfig, wanted: Wanted, skipped: SkippedD
         if not row:
             continue
         if not header:
-            header = row
-            if problem := _header_problem(header, delimiter, wanted.column):
+            header = [name.strip() for name in row]
+            problem = _header_problem(header, delimiter, wanted.column)
+            if problem and (found := _line_of_header(ahead, wanted.column)) > lines.number:
+                problem = f"has no column {wanted.column!r} in its first line; {Cure.ABOVE_HEADER(line=found)}"
+            if problem:
                 _skip_table(place, problem, lines, skipped)
                 return
             at = header.index(wanted.column)
@@ -61,7 +70,7 @@ def read_table(span: Span, table: TableConfig, wanted: Wanted, skipped: SkippedD
             problem = f"{len(row)} fields, the header has {len(header)}"
             problem = _broken_row(problem, lines.of_row, _fields(delimiter), len(header))
             if is_tsv and not quoted and any(field[:1] == '"' or field[-1:] == '"' for field in row):
-                problem += "; if fields are in quotes, as pandas writes them, set data.table.quoting=csv"
+                problem += f"; if fields are in quotes, as pandas writes them, {Cure.QUOTED}"
             skipped.skip_or_raise(place, problem, documents=len(lines.of_row))
         elif wanted.keeps(dict(zip(header, row, strict=True)), place, skipped):
             yield from pieces_of_document(place, row[at], skipped)
@@ -81,6 +90,22 @@ class _Lines:
         self.number += 1
         self.of_row.append(line)
         return line
+
+
+def _has_blanks(lines: list[str], delimiter: str) -> bool:
+    """Whether a blank follows each delimiter of the header, so that it belongs to no field."""
+    for first in (line for line in lines if line.strip()):
+        names = first.split(delimiter)[1:]
+        return bool(names) and all(name.startswith(" ") for name in names)
+    return False
+
+
+def _line_of_header(lines: list[str], column: str) -> int:
+    """Return the number of the first line that has the column between delimiters; 0 if none has."""
+    for number, line in enumerate(lines, 1):
+        if any(column in [name.strip().strip('"') for name in line.split(other)] for other in DELIMITERS):
+            return number
+    return 0
 
 
 def _skip_table(place: Place, problem: str, lines: _Lines, skipped: SkippedDocuments) -> None:
@@ -106,7 +131,7 @@ def _broken_row(problem: str, lines: list[str], cut: Callable[[str], list[str]],
     if len(lines) > 1:
         described += f", with which {len(lines):,} lines are lost"
         if num_fields and all(len(cut(line)) == num_fields for line in lines if line.strip()):
-            described += "; if quotes are part of the text, set data.table.quoting=none"
+            described += f"; if quotes are part of the text, {Cure.NOT_QUOTED}"
     return described
 
 
@@ -116,13 +141,12 @@ def _header_problem(header: list[str], delimiter: str, column: str) -> str:
         return f"has the column {column!r} {header.count(column)} times: rename all but one"
     if column in header:
         return ""
-    if header[0].startswith("sep="):
-        return f"has {header[0]!r} as its first line, which is for a spreadsheet: delete it"
     if column in [name.strip('"') for name in header]:
-        return f"has no column {column!r} but {listed(header)}, in quotes; set data.table.quoting=csv"
+        return f"has no column {column!r} but {listed(header)}, in quotes; {Cure.QUOTED}"
     if problem := _other_delimiter(delimiter.join(header), delimiter, column):
         return problem
-    return f"has no column {column!r} but {listed(header)}{what_rows_are(header)}; set data.column to one of them"
+    cure = f"; {Cure.COLUMN(names=listed(header))}" if any(header) else ""
+    return f"has no column {column!r} but {listed(header)}{what_rows_are(header)}{cure}"
 
 
 def _other_delimiter(header: str, delimiter: str, column: str) -> str:
@@ -130,6 +154,6 @@ def _other_delimiter(header: str, delimiter: str, column: str) -> str:
     for other in DELIMITERS:
         names = [name.strip('"') for name in header.rstrip("\r\n").split(other)]
         if other != delimiter and column in names:
-            cure = f"set data.table.delimiter={other!r}"
+            cure = Cure.DELIMITER(delimiter=repr(other))
             return f"has no column {column!r}: {other!r} is between the names in its header; {cure}"
     return ""

@@ -18,7 +18,7 @@ from tasks.data.readers import LONGEST_PIECE, Span, read_spans
 from tasks.data.sources import SkippedDocuments, find_sources
 from tests.support.tiny_corpus import all_documents, decoded, prepare
 from training.config.data import DataConfig
-from training.records.cures import Cure
+from training.facts.cures import Cure
 from training.shards.format import SPLITS
 from training.shards.stream import TokenStream
 
@@ -179,7 +179,7 @@ def test_documents_that_are_there_already_are_left_out_and_counted(tmp_path: Pat
         (
             "a.json",
             b'{"text": "ok"},\n',
-            r"a\.json:1: not valid JSON \(.*one object per line; only one named \.json may be an array",
+            r"a\.json:1: not valid JSON \(.*one object per line, one array",
         ),
         ("a.json", b'[{"text": "ok"}, 7]', r"a\.json:item 2: holds a number \(7\), not an object with the key 'text'"),
         ("a.json", b'[{"text": "ok"}, {"id": 7}]', r"a\.json:item 2: has no key 'text' but 'id'"),

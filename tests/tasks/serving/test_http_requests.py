@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -142,6 +143,23 @@ def test_errors_have_the_form_of_the_protocol_and_say_the_cure(client: httpx.Cli
         assert (head.status_code, head.content) == (200, b"")
         assert int(head.headers["content-length"]) == len(client.get(path).content)
     assert client.post("/generate", content=b"{}").json()["detail"].startswith("the request's Content-Type is missing")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.nip.io", "localhost.evil.example"])
+def test_a_site_whose_name_leads_to_the_server_reads_nothing_of_it(host: str, client: httpx.Client) -> None:
+    for path in ("/", "/health", "/metrics", "/example", "/v1/models", "/v2", "/openapi.json"):
+        reply = client.get(path, headers={"host": host})
+        assert reply.status_code == 403, path
+        assert "ask under its address, or add the name to serving.host_names" in reply.text
+    body = {"prompt": "def ", "new_tokens": 1}
+    assert client.post("/generate", json=body, headers={"host": host}).status_code == 403
+    assert client.post("/generate", json=body, headers={"host": "model:8000"}).status_code == 200
+
+
+def test_no_page_of_it_loads_anything_from_elsewhere(client: httpx.Client) -> None:
+    assert [client.get(path).status_code for path in ("/docs", "/redoc", "/docs/oauth2-redirect")] == [404] * 3
+    assert "/generate" in client.get("/openapi.json").json()["paths"]
+    assert not re.findall(r"""(?:src|href|url|import|fetch)\s*[=(]\s*["'`]?(?:https?:)?//""", client.get("/").text)
 
 
 def test_a_page_of_an_origin_that_is_named_may_call_it(client: httpx.Client) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -116,6 +118,24 @@ def test_rows_that_a_full_disk_kept_from_mlflow_at_the_end_are_sent_by_the_next_
     reconcile_mlflow()
     (sent,) = MlflowClient(f"sqlite:///{home}/mlflow.db").get_metric_history(run.mlflow_run_id, "loss")
     assert (sent.step, sent.value) == (1, 2.0)
+    assert status(home, "r1") == ("FINISHED", "")
+
+
+@pytest.mark.parametrize("clock_s", [0.0, 7200.0, -7200.0])
+def test_rows_that_ranks_write_after_the_end_are_sent_whatever_the_clock_says(home: Path, clock_s: float) -> None:
+    """Ranks whose launcher was killed write on until they have saved a checkpoint: once more after each reconcile."""
+    with tracked(tiny_config(), run_id="r1", tags={}) as run:
+        pass
+    attempt = run.folder / "attempts" / "1"
+    attempt.mkdir(parents=True)
+    (attempt / "lease").touch()
+    os.utime(attempt / "lease", (time.time() + clock_s,) * 2)
+    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+    for step in (1, 2):
+        with (run.folder / "metrics.jsonl").open("a") as rows:
+            rows.write(f'{{"step": {step}, "time_ms": {step}, "loss": 2.0}}\n')
+        assert reconcile_mlflow() == []
+        assert [sent.step for sent in client.get_metric_history(run.mlflow_run_id, "loss")] == [*range(1, step + 1)]
     assert status(home, "r1") == ("FINISHED", "")
 
 

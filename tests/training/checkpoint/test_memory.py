@@ -18,7 +18,6 @@ import pytest
 from tests.support import nccl_like
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import BACKEND, Ranks, losses, result
-from training.node.host_memory import ABANDONED_S, hold, make_run_folder, remove_abandoned
 from training.records.checkpoint import CheckpointManifest, finished_checkpoints
 from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord, RankShare, newest_step
 from training.records.plan import RunPlan
@@ -285,18 +284,3 @@ def test_a_folder_that_ranks_cannot_write_is_refused_with_the_cure(make: Callabl
     assert any(ranks.wait())
     assert "ValueError: checkpoint.memory_dir = /proc/sys/shardline cannot be used on a" in ranks.log()
     assert "or set checkpoint.memory_every_steps=0" in ranks.log()
-
-
-def test_folders_of_other_runs_go_when_nobody_uses_them(tmp_path: Path) -> None:
-    for run in ("old", "old-but-held", "new", "own"):
-        copy = make_run_folder(tmp_path / "memory", run) / "host" / "00000004-12345678"
-        copy.mkdir(parents=True)
-        for path in (copy, copy.parent, copy.parent.parent) if run != "new" else ():
-            os.utime(path, (0, time.time() - ABANDONED_S - 1))
-    descriptor = hold(tmp_path / "memory" / "old-but-held")
-    assert remove_abandoned(tmp_path / "memory", but="own") == ["old"]
-    os.close(descriptor)
-    assert remove_abandoned(tmp_path / "memory", but="own") == ["old-but-held"]
-    assert sorted(path.name for path in (tmp_path / "memory").iterdir()) == ["new", "own"]
-    assert (tmp_path / "memory").stat().st_mode & 0o7777 == 0o1777
-    assert (tmp_path / "memory" / "own").stat().st_mode & 0o7777 == 0o700

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tasks.inference.onnx_generator import Sampling, choose_token
-from tests.support.families import tiny_config
 from tests.support.ranks import Ranks
+from tests.support.tiny_configs import tiny_config
 from tests.support.tiny_run import tiny_run
 from training.config.serving import InferenceConfig
 from training.inference.sampling import SamplingParams, sample_token

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.families import tiny_model
+from tests.support.tiny_configs import tiny_model
 from training.inference.model_shard import ModelShard, WholeModel, load_shard
 from training.inference.steps import Extend, Move, Prefill
 

@@ -9,21 +9,23 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from packaging.requirements import Requirement
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from tests.support.families import UNLIKE, counted, has_plan, is_masked, refusals, report, tiny_config
+from tests.support import tiny_configs
+from tests.support.families import UNLIKE, counted, refusals, report, why_not_planned
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
 from tests.support.repository import REPO
+from tests.support.tiny_configs import all_types, has_plan, is_masked, missing_kinds, tiny_config
 from tests.support.tiny_shards import VOCAB
 from tests.training.strategies.test_strategies import COMMON, DATA, SMALL, WEIGHT_BOUND, assert_equal_training
 from training.facts import families
-from training.facts.families import can
+from training.facts.families import Ability, can
 from training.models.family import Tail, family_of
 from training.models.language_model import LanguageModel
 from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
@@ -40,6 +42,52 @@ def admitted(*types: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["silently_wrong"] == 0, done.stderr
     return found
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_moe", "gemma4_text", "jamba", "deepseek_v4", "doge"])
+def test_a_tiny_config_has_every_kind_of_layer_of_its_class(model_type: str) -> None:
+    assert missing_kinds(model_type) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "missing"),
+    [
+        ("lfm2", {"layer_types": ["full_attention"] * 4}, ["Lfm2DecoderLayer makes Lfm2ShortConv", "layers conv"]),
+        ("qwen2_moe", {"mlp_only_layers": []}, ["Qwen2MoeDecoderLayer makes Qwen2MoeMLP"]),  # shared experts are such
+        ("bamba", {"attn_layer_indices": []}, ["BambaDecoderLayer makes BambaAttention", "layers full_attention"]),
+        ("ministral", {"layer_types": ["sliding_attention"] * 4}, ["layers full_attention"]),
+        ("glm4_moe", {"use_qk_norm": False}, ["Glm4MoeAttention makes Glm4MoeRMSNorm"]),
+    ],
+)
+def test_a_kind_of_layer_that_a_tiny_config_lacks_is_named(
+    model_type: str, fields: dict[str, Any], missing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = tiny_configs.PER_TYPE.get(model_type, {})
+    monkeypatch.setitem(tiny_configs.PER_TYPE, model_type, known | fields)
+    assert missing_kinds(model_type) == missing
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_every_type_that_is_admitted_was_built_with_every_kind_of_layer() -> None:
+    types = families._table()["types"]
+    assert types.keys() == {*all_types()}
+    assert not {name: lacking for name in types if "*" not in types[name] and (lacking := missing_kinds(name))}
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "fnet", "gemma4_text", "dots3_note_text", "lfm2"])
+def test_a_type_that_is_admitted_is_planned(model_type: str) -> None:
+    """Mamba and FNet have no heads; Gemma 4's and dots3's layers differ in them."""
+    assert any(can(model_type, ability) for ability in get_args(Ability))
+    assert why_not_planned(model_type) is None
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_every_type_is_planned_or_refused_by_its_name() -> None:
+    refused = {name: why for name in all_types() if (why := why_not_planned(name))}
+    assert not [name for name, why in refused.items() if name not in why]
+    assert not [name for name in refused if any(can(name, ability) for ability in get_args(Ability))]
 
 
 @pytest.mark.slow
@@ -65,7 +113,7 @@ def test_what_is_right_with_pp_and_with_tp_but_not_with_both_is_refused_together
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     together = {"pp_tp": "its loss is 2.0 instead of 1.0"}
-    report({"qwen3": together}, write=False)
+    report({"qwen3": together}, {}, write=False)
     counts = json.loads(capsys.readouterr().out)
     assert (counts["equal_pp"], counts["equal_tp"], counts["equal_pp_tp"], counts["silently_wrong"]) == (1, 1, 0, 1)
     monkeypatch.setitem(families._table()["types"], "qwen3", refusals(together))
@@ -179,6 +227,8 @@ def alone(folder: Callable[[str], Path], make_run: Callable[..., Path]) -> Calla
         pytest.param("lfm2", "zero1 x pp", "stream", marks=pytest.mark.long),
         pytest.param("modernbert", "fsdp x pp", "stream", marks=pytest.mark.long),
         pytest.param("roberta", "pp", "stream", marks=pytest.mark.slow),
+        pytest.param("mamba", "pp", "stream", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", "tp", "stream", marks=pytest.mark.long),
     ],
 )
 def test_ranks_train_a_family_as_one_process_does(
@@ -272,6 +322,10 @@ def test_the_loss_in_chunks_has_the_tail_of_its_class(tail: Tail) -> None:
     ("model_type", "overrides", "words"),
     [
         ("bloom", {"train__packing": "documents"}, "models of type bloom cannot: its forward takes no positions"),
+        ("lfm2", {"train__packing": "documents"}, "models of type lfm2 cannot: its admission test failed"),
+        ("lfm2", {"train__packing": "best-fit"}, "models of type lfm2 cannot: its admission test failed"),
+        ("lfm2", {"parallel__cp": 2}, "models of type lfm2 cannot"),
+        ("gpt_neo", {"parallel__cp": 2}, "models of type gpt_neo cannot"),
         (
             "opt",
             {"parallel__tp": 2},

@@ -142,7 +142,8 @@ def test_the_runs_folder_in_the_hosts_memory_is_made_for_its_ranks(tmp_path: Pat
         memory_dir="/dev/shm/shardline",
     )
     assert prepare_host_memory(request, mounted_at=tmp_path) == []
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["shardline", "shardline/run-1"]
+    made = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))]
+    assert made == ["shardline", "shardline/run-1", "shardline/run-1/used_at"]
     (finding,) = prepare_host_memory(request, mounted_at=Path("/proc/sys"))
     assert finding.startswith(f"uid {os.getuid()} cannot make /dev/shm/shardline/run-1 (")
     assert finding.endswith("in checkpoint.memory_dir, or set checkpoint.memory_every_steps=0")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from training.checkpoint.memory import _intact_share
-from training.node.host_memory import make_run_folder
+from training.node.host_memory import ABANDONED_S, USED, hold, make_run_folder, remove_abandoned
 from training.records.checkpoint import CheckpointManifest, RankFile, WrittenFile
 from training.records.memory_checkpoint import MemoryRecord, RankShare
 from training.records.record import DamagedRecord, sha256_file
@@ -91,3 +91,23 @@ def test_a_folder_that_another_user_made_first_is_refused(made: str, tmp_path: P
         folder.chmod(0o777)
     with pytest.raises(PermissionError, match=f"{folder} has mode .*: only uid"):
         make_run_folder(tmp_path, "run-1")
+
+
+@pytest.mark.parametrize("modified_at", [0, 1e9, 4e9])
+def test_folders_of_other_runs_go_when_nobody_uses_them_whatever_the_clock_says(
+    modified_at: float, tmp_path: Path
+) -> None:
+    """A copy of a failed run stays for an hour of the machine's uptime; a step of the clock makes none older."""
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    for run in ("old", "old-but-held", "new", "own"):
+        copy = make_run_folder(tmp_path / "memory", run) / "host" / "00000004-12345678"
+        copy.mkdir(parents=True)
+        for path in (copy, copy.parent, copy.parent.parent):
+            os.utime(path, (modified_at, modified_at))
+        if run != "new":
+            (tmp_path / "memory" / run / USED).write_text(str(uptime_s - ABANDONED_S - 1))
+    descriptor = hold(tmp_path / "memory" / "old-but-held")
+    assert remove_abandoned(tmp_path / "memory", but="own") == ["old"]
+    os.close(descriptor)
+    assert remove_abandoned(tmp_path / "memory", but="own") == ["old-but-held"]
+    assert sorted(path.name for path in (tmp_path / "memory").iterdir()) == ["new", "own"]

@@ -18,7 +18,7 @@ from tests.training.strategies.test_strategies import COMMON, SMALL, assert_equa
 from training.checkpoint.safetensors_files import TensorFiles
 from training.config.train import TrainConfig
 from training.models.hidden_matrices import HiddenMatrix, hidden_matrices
-from training.models.sizes import sizes_of
+from training.models.split_outputs import Split
 from training.records.checkpoint import checkpoint_folder
 from training.runtime.tensor_cut import whole_on_each
 from training.strategies.muon import Held, Muon
@@ -64,7 +64,7 @@ def test_the_update_is_that_of_torch(products: str, monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     shapes = {"one": (24, 40), "fused": (32, 48), "experts": (3, 16, 24), "norm": (24,), "embedding": (64, 24)}
     ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
-    made_of = {"one": HiddenMatrix(), "fused": HiddenMatrix(1, 2), "experts": HiddenMatrix(1)}
+    made_of = {"one": HiddenMatrix(), "fused": HiddenMatrix(1, Split((24, 24))), "experts": HiddenMatrix(1)}
     theirs = {
         "one": [ours["one"].detach().clone()],
         "fused": [block.clone() for block in ours["fused"].detach().chunk(2, 1)],
@@ -101,7 +101,7 @@ def test_the_update_is_that_of_torch(products: str, monkeypatch: pytest.MonkeyPa
         for each in (optimizer, torchs, adamw):
             each.step()
     for name, matrix in made_of.items():
-        got, expected = matrix.apart(ours[name].detach()), torch.stack(theirs[name])
+        got, expected = torch.cat(matrix.apart(ours[name].detach())), torch.stack(theirs[name])
         updated = expected - first[name]
         assert torch.equal(got, expected) if products == "bf16" else (got - expected).norm() < 0.01 * updated.norm()
     for name, parameter in rest.items():
@@ -116,13 +116,6 @@ def test_hidden_matrices_are_found_by_their_place_and_shape() -> None:
     experts = [name for name, matrix in mixtral.items() if "experts" in name]
     assert len(experts) == 2 * 2, "gate and up in one tensor, and down, of all experts"
     assert "lm_head.weight" not in mixtral
-
-
-def test_fused_attention_is_taken_apart_or_refused_by_name() -> None:
-    assert hidden_matrices(tiny("gpt2"))["transformer.h.0.attn.c_attn.weight"] == HiddenMatrix(1, 3)
-    with pytest.raises(ValueError, match=r"query_key_value.weight holds queries, keys and values in one matrix"):
-        hidden_matrices(tiny("gpt_neox", intermediate_size=64))
-    assert "query_key_value" in sizes_of(tiny("gpt_neox", intermediate_size=64), counted="").why_not_muon
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,7 @@ class Cure(StrEnum):
     TAIL = "set data.split=tail"
     # Tokenizers and models
     TRAIN_TOKENIZER = "train one on this text with data.tokenizer.kind=bpe"
+    END_TOKEN = "set eos_token in its tokenizer_config.json"
     NO_BOS = "data.tokenizer.bos=no"
     ITS_TOKENIZER = "data.tokenizer.kind=pretrained data.tokenizer.path={path}"
     VOCAB_SIZE = "set data.tokenizer.vocab_size to {size}, or to 0 for any size"
