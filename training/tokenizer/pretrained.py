@@ -133,7 +133,7 @@ def _by_its_class(path: str, *, has_file: bool) -> Any:
             raise
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.info("%s: its special tokens are those that its files name, not its class's (%s)", path, why)
-        return PreTrainedTokenizerFast.from_pretrained(path)
+        return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
 
 
 def _config(given: Mapping[str, Any], named: Any) -> dict[str, Any]:
