@@ -5,7 +5,7 @@ from __future__ import annotations
 from tasks.data.sources import check_paths
 from tasks.evaluation.checks import check_beside
 from tasks.launch import nsight
-from tasks.planning.pretrained import check_optimizer, check_start, check_tokenizer
+from tasks.planning.pretrained import check_optimizer, check_start, check_tokenizer, hf_config
 from training.config.run import RunConfig
 
 
@@ -28,7 +28,8 @@ def check_job(config: RunConfig) -> None:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Raise ValueError, with the cure, for a corpus, a tokenizer or an optimizer's state that is not there."""
+    """Raise ValueError, with the cure, for a corpus, a model, a tokenizer or an optimizer's state that is not there."""
     check_paths(config.data)
+    hf_config(config.model)
     check_tokenizer(config)
     check_optimizer(config)

@@ -153,6 +153,8 @@ def _check_files(folder: Path) -> None:
         )
     for index in folder.glob("*.safetensors.index.json"):
         weight_map(index)
+    if any(folder.glob("*.safetensors")):
+        saved_shapes(folder)
 
 
 def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:

@@ -106,7 +106,7 @@ def test_a_checkpoint_on_a_store_that_names_files_elsewhere_is_not_fetched(
             place.resolve().write_text("evil!")
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="none of the 1 checkpoints"):
         fetch_run(f"file://{run}")
-    assert f"names the file '{name}', which leads out of its folder" in caplog.text
+    assert "DamagedRecord" in caplog.text
     assert written(tmp_path / "home") == ["run.json"], "neither the file, nor the owner of another machine"
 
 
