@@ -104,7 +104,7 @@ def slow_body(url: str, over: threading.Event) -> None:
     address, body = urlsplit(url), json.dumps(STREAM | {"max_tokens": 300}).encode()
     while not over.is_set():
         with socket.create_connection((address.hostname or "", address.port or 0), timeout=30) as connection:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body[:9])
             over.wait(1)
             with suppress(OSError):

@@ -44,7 +44,7 @@ def ask(url: str, **fields: Any) -> socket.socket:
     connection.settimeout(60)
     connection.connect((host, int(port)))
     body = json.dumps(LONG | fields).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     return connection
 
