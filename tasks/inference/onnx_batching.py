@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from tasks.inference.onnx_generator import (
     CHUNK_TOKENS,
+    TIMED_TOKENS,
     GrammarFailed,
     Sampling,
     TextGenerator,
@@ -75,7 +76,7 @@ class Row(Iterator[int]):
         self.seen.append(token)
         if len(self.seen) > context:
             self.seen, self.cached = shortened(self.seen, context), 0
-        if not self.only_full_text:
+        if not self.only_full_text or len(self._ids) == TIMED_TOKENS:
             self._wake_ups.put(None)
         return len(self._ids) < self.sampling.new_tokens
 

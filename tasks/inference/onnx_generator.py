@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ MAX_WINDOW = 32  # maximum number of tokens that are decoded again for each new 
 INCOMPLETE = "\ufffd"
 PAST = "past_key_values."
 NUMPY = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+TIMED_TOKENS = 64  # of a text, so that its time does not depend on how many more a client asks for
 CHUNK_TOKENS = 128  # of a prompt that the model reads in one call
 SCORED_TOKENS = 256  # whose logits are in memory at the same time: 32 MiB with a vocabulary of 32,768
 # How long an idle thread spins before it sleeps. It outlasts most operators that run on one thread, so that a decoding
@@ -266,6 +268,8 @@ class TextStream(Iterator[str]):
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], new_ids: Iterator[int], sampling: Sampling) -> None:
         self.prompt_tokens, self.new_tokens = len(prompt_ids), 0
         self.finish_reason = ""
+        self.opened_at = time.perf_counter()
+        self.timed_at: float | None = None  # when its last token came, or its TIMED_TOKENS-th, by perf_counter
         self._closed = False
         self._tokenizer, self._ids, self._sampling = tokenizer, new_ids, sampling
         self._anchor = prompt_ids[-ANCHOR_TOKENS:]
@@ -301,6 +305,8 @@ class TextStream(Iterator[str]):
             if self._closed:
                 return
             self.new_tokens += 1
+            if self.new_tokens <= TIMED_TOKENS:
+                self.timed_at = time.perf_counter()
             yield token
 
     def _pieces(self) -> Iterator[str]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from tasks.display.progress import time_progress
 from tasks.promotion.journal import Move, begin_move, end_move, history, note_stage, read_move, unfinished
-from tasks.promotion.judge import note_verdict
+from tasks.promotion.judge import note_verdict, terms_of
 from tasks.promotion.lock import LockLost, PromotionLock, promotion_lock
 from tasks.promotion.servers import Counts, RolloutFailed, Watch, baseline, servers_of_champion, wait_for_switch
+from tasks.promotion.smoke_test import smoke_test
 from tasks.registry.models import aliases_of, find_version, replaced_by
 from tasks.registry.tags import CHALLENGER, CHAMPION, REPLACES
 from tasks.tracking.client import registry_client
@@ -85,11 +87,38 @@ def switch(client: MlflowClient, lock: PromotionLock, move: Move) -> Watch:
     set_champion(client, name, number)
     if move.kind == "promotion":
         note_verdict(client, name, number, move.why, by=move.who)
+    silence = partial(own_silence, client, move)
     waiting = f"waiting until all servers serve {name}/{number}, at most {move.rollout.switch_timeout_s:g} s"
     with time_progress(waiting):
-        wait_for_switch(name, version=number, rollout=move.rollout, check=_ownership_check(client, lock, move))
+        check = _ownership_check(client, lock, move)
+        wait_for_switch(name, version=number, rollout=move.rollout, check=check, own_silence=silence)
     note_stage(client, move, "watching")
-    return Watch(name, number, move.rollout, before)
+    return Watch(name, number, move.rollout, before, silence)
+
+
+def own_silence(client: MlflowClient, move: Move) -> str:
+    """Return why it is the version's own fault that a server does not answer; "" if it is not.
+
+    Fresh servers, which no client knows, are asked: of the version, and of the one before it.
+    """
+    if move.replaces is None or not (error := _fresh_error(client, move, move.version)):
+        return ""
+    if _fresh_error(client, move, move.replaces):
+        return ""
+    return f"neither does a fresh one of version {move.version} ({error}), but one of version {move.replaces}"
+
+
+def _fresh_error(client: MlflowClient, move: Move, number: int) -> str:
+    """Return why a fresh server of a version does not answer; "" if it does."""
+    rollout = move.rollout
+    try:
+        version = find_version(client, f"{move.model}/{number}")
+        prompts = terms_of(version, tracking_uri=client.tracking_uri).prompts
+    except Exception as error:  # MLflow does not answer
+        return str(error)
+    return smoke_test(
+        move.model, number, prompts=prompts, requests=rollout.smoke_requests, timeout_s=rollout.smoke_timeout_s
+    ).error
 
 
 def watch_servers(

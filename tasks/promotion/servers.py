@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
 POLL_S = 0.2
-SILENT_S = 30.0  # during the watch, a server that does not answer for this long counts as failed
+SILENT_S = 30.0  # during the watch, after which an unanswered question is whether the version is the reason
 
 
 class RolloutFailed(Exception):
@@ -40,6 +40,16 @@ class Server:
     def health(self) -> dict[str, object]:
         """Raises httpx.HTTPError if the server does not answer."""
         return dict(self._get("/health").json())
+
+    @property
+    def is_silent(self) -> bool:
+        try:
+            self.health()
+        except httpx.TransportError:
+            return True
+        except (httpx.HTTPError, ValueError):
+            return False
+        return False
 
     def version(self) -> int | None:
         """Return the version that it serves; None if it does not answer, or if its replicas do not serve the same."""
@@ -81,9 +91,15 @@ def servers_of_champion(name: str, *, urls: Sequence[str] = ()) -> list[Server]:
     return [server for server, _ in alive] + [Server(url) for url in urls if url.rstrip("/") not in known]
 
 
-def wait_for_switch(name: str, *, version: int, rollout: RolloutConfig, check: Callable[[], None]) -> None:
+OwnSilence = Callable[[], str]  # why a silence is the version's own; "" if it is the server's, or a client's
+
+
+def wait_for_switch(
+    name: str, *, version: int, rollout: RolloutConfig, check: Callable[[], None], own_silence: OwnSilence | None = None
+) -> None:
     """Wait until every server that follows the champion serves `version`; call `check` at each poll. Raises
-    RolloutFailed if one crashed, or does not serve the version in time.
+    RolloutFailed if one crashed, or does not serve the version in time; with `own_silence`, one that does not answer
+    counts only if that is the version's own.
     """
     deadline = time.monotonic() + rollout.switch_timeout_s
     servers = servers_of_champion(name, urls=rollout.servers)
@@ -94,6 +110,9 @@ def wait_for_switch(name: str, *, version: int, rollout: RolloutConfig, check: C
             if server.crashed:
                 raise RolloutFailed(f"the server at {server.url} crashed while it loaded version {version}")
         if time.monotonic() > deadline:
+            if own_silence and all(server.is_silent for server in waiting) and not own_silence():
+                logger.warning("%s: no answer, which is not version %d's fault", waiting[0].url, version)
+                return
             versions = ", ".join(f"{server.url} ({server.version() or 'no answer'})" for server in waiting)
             raise RolloutFailed(
                 f"not all servers served version {version} within {rollout.switch_timeout_s:g} s: {versions}"
@@ -167,7 +186,7 @@ def read_counts(text: str, *, version: int) -> Counts:
             if sample.name == "shardline_requests_total" and not sample.labels["code"].startswith("4"):
                 requests += sample.value
                 failed += sample.value if sample.labels["code"].startswith("5") else 0
-            elif sample.name == "shardline_request_seconds_bucket":
+            elif sample.name == "shardline_text_seconds_bucket":
                 bound = float(sample.labels["le"])
                 buckets[bound] = buckets.get(bound, 0) + sample.value
     return Counts(requests, failed, buckets)
@@ -194,13 +213,14 @@ class Watch:
     version: int
     rollout: RolloutConfig
     before: dict[str, Counts]
+    own_silence: OwnSilence = lambda: ""
     latest: dict[str, Counts] = field(default_factory=dict)
     answered_at: dict[str, float] = field(default_factory=dict)
 
     def sample(self, servers: Sequence[Server]) -> Counts:
         """Return the counts since the switch.
 
-        Raises RolloutFailed if a server crashed or stopped answering, or as `judge` does.
+        Raises RolloutFailed for a server that crashed, or is silent because of its version, or as `judge` does.
         """
         for server in servers:
             if server.crashed:
@@ -217,9 +237,13 @@ class Watch:
             self.latest[server.url] = read_counts(server.metrics(), version=self.version)
             self.answered_at[server.url] = now
         except httpx.HTTPError as error:
-            if not server.ended and now > since + SILENT_S:
-                silence = f"the server at {server.url} has not answered for {SILENT_S:g} s ({error})"
-                raise RolloutFailed(silence) from None
+            if server.ended or now <= since + SILENT_S:
+                return
+            silence = f"the server at {server.url} has not answered for {SILENT_S:g} s ({error})"
+            if why := self.own_silence():
+                raise RolloutFailed(f"{silence}, and {why}") from None
+            logger.warning("%s, which is not version %d's fault", silence, self.version)
+            self.answered_at[server.url] = time.monotonic()
 
     def judge(self, counts: Counts) -> None:
         """Raise RolloutFailed if the error rate or latency is out of the rollout's bounds after enough requests."""

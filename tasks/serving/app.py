@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncIterator
@@ -14,13 +15,14 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tasks.inference.engine import EngineDied
 from tasks.serving.alias_follower import AliasFollower, ServedVersion
+from tasks.serving.bounds import RequestBody
 from tasks.serving.completions import ClientDisconnected, TextService, unless_disconnected
 from tasks.serving.kserve_api import add_kserve
 from tasks.serving.metrics import ServerMetrics
@@ -28,15 +30,16 @@ from tasks.serving.middleware import FAILED, AdmissionControl, Refused, refusal,
 from tasks.serving.openai_api import add_openai
 from tasks.serving.tokenizer_api import add_tokenizer
 from training.config.serving import ServingConfig
+from training.tracking.redaction import without_credentials
+
+logger = logging.getLogger(__name__)
 
 JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
 MAX_PROBLEMS = 10  # of a body that are told
 DEMO_PAGE = Path(__file__).with_name("demo_page.html")
 
 
-class GenerateRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class GenerateRequest(RequestBody):
     prompt: str = Field(description="Text that the model continues; it sees the last tokens that fit its context.")
     new_tokens: int = Field(64, ge=1, description="Maximum number of tokens to generate.")
     temperature: float = Field(0.8, ge=0, le=10, description="Sampling temperature; 0: always the most likely token.")
@@ -111,9 +114,14 @@ def _add_generate(app: FastAPI, follower: AliasFollower, text: TextService) -> N
     async def generate_by_previous(request: Request, body: GenerateRequest) -> GenerateReply:
         """Generate with the previous version, which the first request opens; five minutes without requests close it."""
         try:
-            served = await asyncio.to_thread(follower.previous)
+            served = await follower.previous()
         except ValueError as error:
             raise Refused(404, str(error)) from None
+        except Exception as error:
+            why = without_credentials(str(error), uri=follower.tracking_uri) or "it takes long"
+            logger.warning("the previous version was not opened: %s", why)
+            said = "the previous version is being opened, or MLflow is away: try again in a moment"
+            raise Refused(503, said) from None
         try:
             return await reply(request, body, served)
         finally:
@@ -127,14 +135,14 @@ def _add_page(app: FastAPI, follower: AliasFollower) -> None:
         return FileResponse(DEMO_PAGE)
 
     @app.get("/example")
-    def example() -> dict[str, Any]:
+    async def example() -> dict[str, Any]:
         """Return a prompt of the kind of text that the model learned from, and the number of the previous version;
         whether the model can chat, and its name in requests.
         """
         served = follower.served
         return {
             "prompt": served.example,
-            "previous": follower.number_before(),
+            "previous": served.replaces,
             "chat": served.can_chat,
             "model": served.name,
         }

@@ -98,13 +98,15 @@ class TextService:
         self.check(prompt, sampling)
         loop, outcome = asyncio.get_running_loop(), OUTCOME.get({})
         async with turns or nullcontext(), self._slot(admitted=turns is not None):
+            began = time.perf_counter()
             try:
                 open_stream = partial(served.engine.stream, prompt, **sampling)
                 stream = await self._opened(loop.run_in_executor(self._pool, open_stream))
             except ValueError as error:
                 raise Refused(400, str(error)) from None
-            except Exception:  # the version's own failure, so that a roll-out's watch sees it
-                outcome["version"] = served.version
+            except Exception as error:  # the version's own failure, so that a roll-out's watch sees it
+                if not isinstance(error, Refused) or self._had_time(began):
+                    outcome["version"] = served.version
                 raise
             outcome["version"] = served.version
 
@@ -115,13 +117,23 @@ class TextService:
             timer = loop.call_at(DEADLINE.get(), end_for_timeout)
             try:
                 yield stream
+            except Refused as why:  # the client asked for much, or others had kept it waiting
+                if not why.by_version:
+                    outcome["version"] = ""
+                raise
             finally:
                 timer.cancel()
                 stream.close()
                 outcome["ended_at"] = time.perf_counter()
                 labels = served.name, str(served.version)
+                if stream.timed_at:
+                    self.metrics.text_seconds.labels(*labels).observe(stream.timed_at - began)
                 self.metrics.tokens.labels(*labels).inc(stream.new_tokens)
                 self.metrics.prompt_tokens.labels(*labels).inc(stream.prompt_tokens)
+
+    def _had_time(self, began: float) -> bool:
+        """Return whether a text has had a place for half of a request's time, and not only what a queue left of it."""
+        return time.perf_counter() - began >= self.limits.timeout_s / 2
 
     async def _opened(self, opening: asyncio.Future[TextStream]) -> TextStream:
         """Wait for a stream that a thread opens. If nobody waits any more, it is closed as soon as it is open."""
@@ -211,7 +223,9 @@ class TextService:
             limit = (
                 f"only {stream.new_tokens} tokens were generated within {self.limits.timeout_s:g} s (serving.timeout_s)"
             )
-            raise Refused(504, f"{limit}: ask for fewer, or have the server's operator raise that limit")
+            cure = "ask for fewer, or have the server's operator raise that limit"
+            hangs = not stream.new_tokens and self._had_time(stream.opened_at)
+            raise Refused(504, f"{limit}: {cure}", by_version=hangs)
 
     def check_prompt(self, prompt: Prompt) -> None:
         limit = self.limits.max_prompt_chars

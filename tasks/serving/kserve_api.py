@@ -14,18 +14,21 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from tasks.serving.alias_follower import AliasFollower
+from tasks.serving.bounds import AtMost, RequestBody
 from tasks.serving.completions import Completion, TextService, unless_disconnected
 from tasks.serving.middleware import Refused
 
 HEADER = "inference-header-content-length"
 MAX_PROMPTS = 128
+Strings = Annotated[list[str], AtMost(MAX_PROMPTS)]
+Rows = Annotated[list[Strings], AtMost(MAX_PROMPTS)]
 OUTPUTS = {"text": "BYTES", "finish_reason": "BYTES", "tokens": "INT64"}
 
 
-class _Body(BaseModel):
+class _Body(RequestBody):
     model_config = ConfigDict(extra="ignore", strict=True)  # other fields belong to the protocol and its extensions
 
 
@@ -49,9 +52,9 @@ class InputTensor(_Body):
 
     name: Literal["prompt"]
     datatype: Literal["BYTES"]
-    shape: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=2)
+    shape: Annotated[list[Annotated[int, Field(ge=0)]], AtMost(2), Field(min_length=1)]
     parameters: InputParameters = InputParameters()
-    data: list[str] | list[list[str]] | None = None  # row by row, if the tensor has two axes
+    data: Strings | Rows | None = None  # row by row, if the tensor has two axes
 
     @model_validator(mode="after")
     def _once(self) -> InputTensor:
@@ -84,8 +87,8 @@ class InferRequest(_Body):
     """The JSON of a request."""
 
     id: str | None = None
-    inputs: list[InputTensor] = Field(min_length=1, max_length=1)
-    outputs: list[RequestedOutput] = []
+    inputs: Annotated[list[InputTensor], AtMost(1), Field(min_length=1)]
+    outputs: Annotated[list[RequestedOutput], AtMost(len(OUTPUTS)), Field(default_factory=list)]
     parameters: RequestParameters = RequestParameters()
 
     @property
@@ -152,10 +155,10 @@ def _read(body: bytes, header_length: str | None) -> tuple[InferRequest, list[st
 
 def _strings(data: bytes, *, size: int) -> list[str]:
     """Return the elements of a BYTES tensor; each is preceded by its length, 4 bytes, little-endian."""
-    found, position = [], 0
+    found, position = list[str](), 0
     if len(data) != size:
         raise ValueError(f"{len(data)} bytes follow the JSON, and binary_data_size is {size}")
-    while position < size:
+    while position < size and len(found) <= MAX_PROMPTS:
         if position + 4 > size:
             raise ValueError("the binary data ends within an element's length")
         (length,) = struct.unpack_from("<I", data, position)

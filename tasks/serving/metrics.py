@@ -17,7 +17,8 @@ class ServerMetrics:
 
     `code` is the HTTP status. 499: the client disconnected before the end. 504: the request took longer than
     serving.timeout_s, even if its stream had started with a 200. `version` is empty for requests that ended before a
-    model was asked: refused ones, and those that found the server busy.
+    model was asked: refused ones, and those that found the server busy; and for those that asked for more tokens than
+    the version, which made some, had time for.
     """
 
     media_type = CONTENT_TYPE_LATEST
@@ -29,6 +30,13 @@ class ServerMetrics:
         self.seconds = Histogram(
             "shardline_request_seconds",
             "Seconds from the request to the end of its last text",
+            labels,
+            buckets=BUCKETS_S,
+            registry=of,
+        )
+        self.text_seconds = Histogram(
+            "shardline_text_seconds",
+            "Seconds from a text's place to its last or 64th token: the version's own, with no wait for clients",
             labels,
             buckets=BUCKETS_S,
             registry=of,

@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tasks.serving.alias_follower import AliasFollower
+from tasks.serving.bounds import MAX_PARTS, HeldBytes, num_parts
 from tasks.serving.listener import is_own_name
 from tasks.serving.metrics import ServerMetrics
 from training.config.serving import ServingConfig
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 OWN_PATHS = ("/generate", "/previous", "/tokenize", "/detokenize", "/example", "/health", "/metrics")
 OPENAI_PATHS = ("POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models")
 OPEN_PATHS = ("/", "/metrics")  # need no token, as health does not, because none shows generated text
+MAX_ERROR_CHARS = 2000  # it may name what a client sent
+MIN_UNFINISHED_BYTES = 2**26  # of bodies that have not come whole, or four of the largest
+SMALL_BODY_BYTES = 2**14  # a body that is parsed within a millisecond
 FAILED = "the server failed at this request: its log has the error"
 HEALTH = ("/health", "/v2/health")
 TEXT_PATHS = ("/generate", "/previous/generate", "/v1/completions", "/v1/chat/completions")  # and /v2/models/NAME/infer
@@ -41,17 +45,22 @@ DEADLINE: ContextVar[float] = ContextVar("deadline")  # of the request that is h
 
 
 class Refused(Exception):
-    """A request that the server refuses; the message says why and what to do."""
+    """A request that the server refuses; the message says why and what to do.
 
-    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
+    `by_version`: the version is at fault, and no client.
+    """
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, by_version: bool = False) -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status, self.message, self.code, self.by_version = status, message, code, by_version
 
 
 def refusal(path: str, status: int, message: str, *, code: str | None = None) -> Response:
     """Return the error in the form that the protocol of the path defines; an unknown path gets OpenAI's."""
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}.get(status)
-    message = message.encode(errors="backslashreplace").decode()  # half of a surrogate pair, as a client sent it
+    message = (
+        message[:MAX_ERROR_CHARS].encode(errors="backslashreplace").decode()
+    )  # half of a surrogate pair, as a client sent it
     if path.startswith("/v2"):
         return JSONResponse({"error": message}, status, headers=headers)
     if path == "/" or path.startswith(OWN_PATHS):
@@ -116,6 +125,8 @@ class AdmissionControl:
     def __init__(self, app: ASGIApp, *, follower: AliasFollower, limits: ServingConfig, metrics: ServerMetrics) -> None:
         self.app, self.follower, self.limits, self.metrics = app, follower, limits, metrics
         self.tokens = AccessTokens(Path(limits.token_file)) if limits.token_file else None
+        self.unfinished = HeldBytes(max(MIN_UNFINISHED_BYTES, 4 * limits.max_body_bytes))
+        self._parsing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -147,36 +158,59 @@ class AdmissionControl:
             cure = "send it without compression and that header"
             return refusal(path, 415, f"the body has Content-Encoding {headers['content-encoding']}: {cure}")
         if (length := int(headers.get("content-length", "0"))) > self.limits.max_body_bytes:
-            return self._too_large(path, f"{length} bytes")
+            return refusal(path, 413, self._too_large(f"{length} bytes"))
         return None
-
-    def _too_large(self, path: str, size: str) -> Response:
-        limit = f"at most {self.limits.max_body_bytes} are accepted (serving.max_body_bytes)"
-        return refusal(path, 413, f"the body has {size}; {limit}")
 
     async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, which may come in chunks, within serving.timeout_s; then handle the request."""
-        body, limits = bytearray(), self.limits
+        path, body = scope["path"], bytearray()
         try:
-            async with asyncio.timeout_at(DEADLINE.get()):
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > limits.max_body_bytes:
-                        return await self._too_large(scope["path"], f"{len(body)} bytes or more")(scope, receive, send)
-        except TimeoutError:
-            came = f"only {len(body)} bytes of the body came within {limits.timeout_s:g} s (serving.timeout_s)"
-            return await refusal(scope["path"], 408, f"{came}: send it faster, or raise that")(scope, receive, send)
+            if not await self._read(body, path, receive):
+                return
+        except Refused as why:
+            body.clear()
+            return await refusal(path, why.status, why.message)(scope, receive, send)
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        body.clear()
 
         async def receive_whole() -> Message:
             return whole.pop() if whole else await receive()
 
         await self.app(scope, receive_whole, send)
+
+    async def _read(self, body: bytearray, path: str, receive: Receive) -> bool:
+        """Read the whole body; return False for a client that left. Raises Refused for one that cannot be taken."""
+        try:
+            async with asyncio.timeout_at(DEADLINE.get()) as limit:
+                with self.unfinished.held(lambda: limit.reschedule(0)) as held:
+                    more = True
+                    while more:
+                        message = await receive()
+                        if message["type"] == "http.disconnect":
+                            return False
+                        piece, more = message.get("body", b""), message.get("more_body", False)
+                        body += piece
+                        held.add(len(piece))
+                        if len(body) > self.limits.max_body_bytes:
+                            raise Refused(413, self._too_large(f"{len(body)} bytes or more"))
+                    if len(body) > SMALL_BODY_BYTES:
+                        async with self._parsing:  # one at a time, with a round of the event loop between two
+                            await asyncio.sleep(0)
+        except TimeoutError:
+            raise self._late(len(body), given_up=limit.when() == 0) from None
+        if not path.endswith("/infer") and (parts := num_parts(body)) > MAX_PARTS:
+            raise Refused(400, f"the body has {parts} lists, objects and fields: at most {MAX_PARTS} are accepted")
+        return True
+
+    def _too_large(self, size: str) -> str:
+        return f"the body has {size}; at most {self.limits.max_body_bytes} are accepted (serving.max_body_bytes)"
+
+    def _late(self, size: int, *, given_up: bool) -> Refused:
+        if given_up:
+            held = f"bodies that have not come whole hold {self.unfinished.max_bytes} bytes, as many as they may"
+            return Refused(503, f"{held}, and {size} bytes of this one had come: send it faster")
+        came = f"only {size} bytes of the body came within {self.limits.timeout_s:g} s (serving.timeout_s)"
+        return Refused(408, f"{came}: send it faster, or raise that")
 
     async def _counted(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a request: with its version if a model was asked, so that a roll-out's watch sees no others."""

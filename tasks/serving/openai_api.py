@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextStream, decode
 from tasks.serving.alias_follower import AliasFollower, ServedVersion
+from tasks.serving.bounds import Held
 from tasks.serving.completions import Completion, Prompt, TextService, unless_disconnected
 from tasks.serving.middleware import FAILED, OUTCOME, Refused, refusal
 from tasks.serving.openai_replies import ChatReply, CompletionReply, Placed, TokenOffsets, usage
@@ -72,7 +73,8 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
             if not body.stream:
                 return await unless_disconnected(request, _whole(asked, served, text))
             # The first stream opens before the reply starts, so that a refusal has its own status.
-            events = await asyncio.to_thread(CompletionEvents, asked, served, text)  # which tokenizes
+            unread = request.state.unread  # which the connection counts
+            events = await asyncio.to_thread(CompletionEvents, asked, served, text, unread)  # which tokenizes
             stack.push_async_exit(events.first_slot)
             first = events.first_slot.enter_async_context(text.stream(served, *asked.texts[0]))
             events.streams[0] = await unless_disconnected(request, first)
@@ -198,12 +200,14 @@ def _text(served: ServedVersion, prompt: Prompt) -> str:
 class CompletionEvents:
     """The texts of one request as server-sent events, in the order in which their pieces are generated."""
 
-    def __init__(self, asked: Asked, served: ServedVersion, text: TextService) -> None:
+    def __init__(self, asked: Asked, served: ServedVersion, text: TextService, unread: Held) -> None:
         self.asked, self.served, self.text, self.turns = asked, served, text, text.turns()
         for prompt, sampling in asked.texts:
             text.check(prompt, sampling)
         self.first_slot = AsyncExitStack()  # holds the stream of the first text, which opens before the reply starts
-        self.streams: dict[int, TextStream] = {}
+        self.streams: dict[int, TextStream] = {}  # that run
+        self.counts: dict[int, tuple[int, int]] = {}  # tokens of prompt and text, of those that ended
+        self.unread, self.queued_bytes = unread, 0
         self.events: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()  # None: a text is complete
         self.lengths = [0] * len(asked.texts)  # characters that were sent
         self.offsets: dict[int, TokenOffsets] = {}
@@ -228,15 +232,15 @@ class CompletionEvents:
             while running:
                 event = await self.events.get()
                 if isinstance(event, bytes):
+                    self._count_unread(-len(event))
                     yield event
                 elif event:
                     raise event
                 else:
                     running -= 1
             if body.wants_usage_in_stream:
-                streams = [self.streams[index] for index in sorted(self.streams)]
-                counts = [stream.prompt_tokens for stream in streams], [stream.new_tokens for stream in streams]
-                yield _event(reply.part([], usage=usage(*counts, per_prompt=body.num_candidates)))
+                prompts, texts = zip(*(self.counts[index] for index in sorted(self.counts)), strict=True)
+                yield _event(reply.part([], usage=usage(prompts, texts, per_prompt=body.num_candidates)))
             yield b"data: [DONE]\n\n"
         except Exception as error:  # the status is sent already, so the client gets the error as an event
             status = error.status if isinstance(error, Refused) else 503 if isinstance(error, EngineDied) else 500
@@ -252,6 +256,15 @@ class CompletionEvents:
             for task in writing:
                 task.cancel()
             await asyncio.gather(*writing, return_exceptions=True)
+            self._count_unread(-self.queued_bytes)
+
+    def _put(self, event: bytes) -> None:
+        self._count_unread(len(event))
+        self.events.put_nowait(event)
+
+    def _count_unread(self, size: int) -> None:
+        self.queued_bytes += size
+        self.unread.add(size)
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         without_usage = {"usage": None} if self.asked.body.wants_usage_in_stream else {}
@@ -280,12 +293,14 @@ class CompletionEvents:
         try:
             if index == 0:
                 async with self.first_slot:  # free at the end of the text, even if its reader is not there yet
-                    await self.text.pump(self.streams[0], self.events.put_nowait, made_of)
+                    await self.text.pump(self.streams[0], self._put, made_of)
             else:
                 async with self.text.stream(self.served, *self.asked.texts[index], turns=self.turns) as stream:
                     self.streams[index] = stream
-                    await self.text.pump(stream, self.events.put_nowait, made_of)
-            self.events.put_nowait(self._last_chunk(index))
+                    await self.text.pump(stream, self._put, made_of)
+            self._put(self._last_chunk(index))
+            ended = self.streams.pop(index)  # with its log-probabilities
+            self.counts[index] = ended.prompt_tokens, ended.new_tokens
             self.events.put_nowait(None)
         except Exception as error:
             self.events.put_nowait(error)

@@ -10,13 +10,18 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, WrapValidator, model_validator
+from pydantic import ConfigDict, Field, StrictInt, ValidationError, WrapValidator, model_validator
 
+from tasks.serving.bounds import MAX_FIELDS, MAX_IDS, AtMost, RequestBody
 from tasks.serving.completions import Prompt
 from tasks.serving.middleware import Refused
 
 MAX_CHOICES = 128  # per request, over all its prompts
 MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 4096
+MAX_TEXT_PARTS = 1000  # of a message
+MAX_BIASES = 10_000
+MAX_STOPS = 4
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # for bills and statistics
 NO_TOOLS = "the server calls no tools: describe them in a message, and constrain the reply by response_format"
 TOOL_FIELDS = {"tool_calls", "tool_call_id", "function_call"}
@@ -26,6 +31,9 @@ ONLY_TEXT = "the models read and write text only"
 NOTHING_KEPT = "the server keeps neither replies nor prompts"
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Name = Annotated[str, Field(max_length=1000)]
+Ids = Annotated[list[StrictInt], AtMost(MAX_IDS)]
+Schema = Annotated[dict[str, Any], AtMost(MAX_FIELDS)]
 
 
 def _or(cure: str) -> WrapValidator:
@@ -40,53 +48,52 @@ def _or(cure: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class StreamOptions(_Part):
+class StreamOptions(RequestBody):
     include_usage: bool | None = False
     include_obfuscation: bool | None = None  # accepted: no padding hides the length of pieces from who sees the wire
 
 
-class JsonSchema(_Part):
+class JsonSchema(RequestBody):
     name: str = ""
     description: str = ""
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: Schema = Field(alias="schema")
     strict: bool | None = None  # the text follows the schema either way
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(RequestBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(RequestBody):
     """vLLM's field of this name, with a JSON schema or a regular expression."""
 
-    json_schema: dict[str, Any] | None = Field(None, alias="json")
+    json_schema: Schema | None = Field(None, alias="json")
     regex: str | None = None
 
 
-class SamplingBody(BaseModel):
+class SamplingBody(RequestBody):
     """The fields that requests for completions and for chats share."""
 
     model_config = ConfigDict(extra="allow")  # `check` refuses other fields, with the reason
 
     refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {}  # field -> reason, and values that ask for nothing
 
-    model: str
+    model: Name
     temperature: float | None = Field(1.0, ge=0, le=10)
     top_p: float | None = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(0, ge=0, le=1_000_000, description="Not a field of OpenAI's; other servers have it too.")
     n: int | None = Field(1, ge=1)
-    stop: str | list[str] | None = None
+    stop: Annotated[
+        str | Annotated[list[str], AtMost(MAX_STOPS)] | None,
+        _or(f"send a text, or a list of at most {MAX_STOPS} texts"),
+    ] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     presence_penalty: Penalty | None = 0
     frequency_penalty: Penalty | None = 0
-    logit_bias: dict[int, Bias] | None = None
+    logit_bias: Annotated[dict[int, Bias], AtMost(MAX_BIASES)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -154,8 +161,6 @@ class SamplingBody(BaseModel):
             why, harmless = self.refused[name]
             if value not in (None, *harmless):
                 raise Refused(400, f"{name} is not supported: {why}")
-        if isinstance(self.stop, list) and len(self.stop) > 4:
-            raise Refused(400, f"stop has {len(self.stop)} texts; at most 4 are accepted")
         if self.stream_options and not self.stream:
             raise Refused(400, "stream_options belong to streams: set stream, or leave them out")
         if not 1 <= (count := num_prompts * self.num_candidates) <= MAX_CHOICES:
@@ -166,8 +171,8 @@ class CompletionRequest(SamplingBody):
     refused: ClassVar = {"suffix": ("the models continue texts, they do not fill gaps in them", ("",))}
 
     prompt: Annotated[
-        str | list[StrictInt] | list[str] | list[list[StrictInt]],
-        _or("send a text, the IDs of its tokens, or a list of either"),
+        str | Ids | Annotated[list[str], AtMost(MAX_CHOICES)] | Annotated[list[Ids], AtMost(MAX_CHOICES)],
+        _or(f"send a text, the IDs of its tokens, or a list of 1 to {MAX_CHOICES} of either"),
     ] = ""  # a document begins
     max_tokens: int | None = Field(
         16, ge=0, description="0: generate nothing, only echo the prompt with its log-probabilities."
@@ -207,21 +212,22 @@ class CompletionRequest(SamplingBody):
             raise Refused(400, "echo with logprobs cannot be streamed: set stream to false")
 
 
-class TextPart(_Part):
+class TextPart(RequestBody):
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(RequestBody):
     """A message of a chat. A reply of the server, or of another one, may be sent back as it came."""
 
     model_config = ConfigDict(extra="allow")
 
-    role: str
+    role: Name
     content: Annotated[
-        str | list[TextPart] | None, _or(f'send a text, or parts {{"type": "text", "text": …}}: {ONLY_TEXT}')
+        str | Annotated[list[TextPart], AtMost(MAX_TEXT_PARTS)] | None,
+        _or(f'send a text, or at most {MAX_TEXT_PARTS} parts {{"type": "text", "text": …}}: {ONLY_TEXT}'),
     ] = None
-    name: str | None = None
+    name: Name | None = None
     refusal: str | None = None
 
     @model_validator(mode="after")
@@ -238,6 +244,9 @@ class Message(BaseModel):
         content = self.content if self.content is not None else self.refusal or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+Messages = Annotated[list[Message], AtMost(MAX_MESSAGES), Field(min_length=1)]
 
 
 class ChatRequest(SamplingBody):
@@ -257,7 +266,7 @@ class ChatRequest(SamplingBody):
         **dict.fromkeys(("prompt_cache_options", "prompt_cache_retention"), (NOTHING_KEPT, ())),
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
     logprobs: bool | None = False

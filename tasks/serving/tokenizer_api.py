@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import model_validator
 
 from tasks.inference.engine import Engine
 from tasks.serving.alias_follower import AliasFollower
+from tasks.serving.bounds import MAX_IDS, AtMost, RequestBody
 from tasks.serving.completions import TextService, unless_disconnected
 from tasks.serving.middleware import Refused
 from tasks.serving.openai_api import chat_prompt
-from tasks.serving.openai_requests import Message
+from tasks.serving.openai_requests import Messages, Name
 from training.tokenizer.text_encoder import check_tokens
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    model: str | None = None  # ignored, because a server has one model
+class _Body(RequestBody):
+    model: Name | None = None  # ignored, because a server has one model
 
 
 class TokenizeRequest(_Body):
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool = True  # false: without the tokens that begin a document, if the model has such
     return_token_strs: bool = False
 
@@ -37,7 +36,7 @@ class TokenizeRequest(_Body):
 
 
 class DetokenizeRequest(_Body):
-    tokens: list[int]
+    tokens: Annotated[list[int], AtMost(MAX_IDS)]
 
 
 def add_tokenizer(app: FastAPI, follower: AliasFollower, text: TextService) -> None:

@@ -89,10 +89,10 @@ class PromotionServers:
         return register_model(run_dir, tracking_uri=self.store.uri)
 
     @contextmanager
-    def serving(self, model: str) -> Iterator[ServedModel]:
-        """A champion, loss 3.0, that a server serves; and version 2, loss 2.5, its challenger without a verdict."""
+    def serving(self, model: str, *limits: str) -> Iterator[ServedModel]:
+        """A champion, loss 3.0, that a server serves within `limits`; and its challenger of loss 2.5, not judged."""
         assert self.register(model, "one", loss=3.0, checkpoint="c").alias == "champion"
-        process = self.start("serve", f"{model}@champion", "--port", "0", "serving.poll_s=0.2")
+        process = self.start("serve", f"{model}@champion", "--port", "0", "serving.poll_s=0.2", *limits)
         assert process.stdout
         line = process.stdout.readline()
         assert " at http://" in line, line + (process.stderr.read() if process.stderr else "")

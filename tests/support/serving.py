@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import uvicorn
 
+from tasks.serving.alias_follower import AliasFollower
+from tasks.serving.app import build_app
+from tasks.serving.connections import uvicorn_config
+from tasks.serving.listener import listen, url_of
 from tests.support.forked import Forked
 from tests.support.mlflow_store import Store
 from tests.support.tiny_run import SAMPLES
+from training.config.serving import ServingConfig
 
 
 @contextmanager
@@ -36,3 +44,18 @@ def server(
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def server_here(follower: AliasFollower, limits: ServingConfig) -> Iterator[str]:
+    """A server in a thread of this process, whose parts a test may change; its URL. Little of a reply is buffered."""
+    config = uvicorn_config(build_app(follower, limits=limits), keep_alive_s=75, timeout_s=limits.timeout_s, drain_s=1)
+    with listen("127.0.0.1", 0) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)  # else the kernel holds megabytes of a reply
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield url_of("127.0.0.1", listener)
+        server.should_exit = True
+        thread.join(30)
+        follower.close()

@@ -89,7 +89,10 @@ class RolloutConfig(Section):
         0.01, ge=0, le=1, description="Roll back if more than this fraction of requests fails."
     )
     max_p95_ms: float = Field(
-        0.0, ge=0, description="Roll back if the 95th-percentile latency exceeds this many milliseconds; 0 means never."
+        0.0,
+        ge=0,
+        description="Roll back if the 95th-percentile latency of texts, up to their 64th token, exceeds this many "
+        "milliseconds; 0 means never.",
     )
     min_requests: int = Field(
         20, ge=1, description="Minimum number of requests before error rate or latency can trigger a rollback."

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
 
+from tasks.promotion import rollout
 from tasks.promotion.gates import Check
 from tasks.promotion.journal import Move, begin_move, history, note_stage
 from tasks.promotion.judge import Terms, judge_records
 from tasks.promotion.lock import PREFIX, LockLost, LockTag, promotion_lock
 from tasks.promotion.promote import Case, Request, approved_by_tag, begin, judge, overridden, refuse
 from tasks.promotion.rollout import finish_interrupted, record_replaced, roll_back, set_champion
-from tasks.promotion.servers import Counts, RolloutFailed, Watch, read_counts
+from tasks.promotion.servers import Counts, RolloutFailed, Server, Watch, read_counts, wait_for_switch
 from tasks.registry.models import aliases_of, replaced_by
 from tasks.registry.tags import TAG, note_evaluation
 from tasks.serving.metrics import ServerMetrics
@@ -239,11 +244,12 @@ def test_error_rate_and_p95_are_read_of_the_version_that_is_watched() -> None:
     for version, codes, seconds in (("3", ["500"] * 50, 9.0), ("4", ["200"] * 95 + ["503"] * 5, 0.02)):
         for code in codes:
             metrics.requests.labels("tiny", version, code).inc()
-            metrics.seconds.labels("tiny", version).observe(seconds)
+            metrics.text_seconds.labels("tiny", version).observe(seconds)
     before = read_counts(metrics.page().decode(), version=4)
     for code, seconds in (("200", 0.04), ("200", 0.04), ("400", 0.04), ("500", 0.2)):
         metrics.requests.labels("tiny", "4", code).inc()
-        metrics.seconds.labels("tiny", "4").observe(seconds)
+        metrics.text_seconds.labels("tiny", "4").observe(seconds)
+        metrics.seconds.labels("tiny", "4").observe(99)  # of a client that read slowly, or had to wait
     for version, code in (("4", "499"), ("", "429"), ("", "503")):  # clients that left, and a server that was busy
         metrics.requests.labels("tiny", version, code).inc(50)
     since = read_counts(metrics.page().decode(), version=4).since(before)
@@ -258,3 +264,42 @@ def test_error_rate_and_p95_are_read_of_the_version_that_is_watched() -> None:
     with pytest.raises(RolloutFailed, match=r"p95 \d+ ms of 3 requests since the switch, at most 90 ms"):
         slow.judge(since)
     Watch("tiny", 4, RolloutConfig(min_requests=4, max_p95_ms=1), before={}).judge(since)  # too few to say
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        ({4: "no answer", 1: ""}, "neither does a fresh one of version 4 (no answer), but one of version 1"),
+        ({4: "", 1: ""}, ""),  # a client, or the network, keeps the server from answering
+        ({4: "no answer", 1: "no answer"}, ""),  # the machine does
+        ({4: "", 1: "no answer"}, ""),
+    ],
+    ids=["the version's own", "the server's", "the machine's", "the other's"],
+)
+def test_a_silent_server_counts_only_if_the_version_before_answers(
+    errors: dict[int, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "_fresh_error", lambda client, move, number: errors[number])
+    monkeypatch.setattr("tasks.promotion.servers.SILENT_S", -1.0)
+    move: Any = SimpleNamespace(model="tiny", version=4, replaces=1, rollout=RolloutConfig(switch_timeout_s=0.01))
+    client: Any = None
+    assert rollout.own_silence(client, move) == reason
+    move.replaces = None
+    assert rollout.own_silence(client, move) == "", "there is nothing to go back to"
+    move.replaces = 1
+    silence = partial(rollout.own_silence, client, move)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        silent = Server(f"http://127.0.0.1:{free.getsockname()[1]}")
+    watch = Watch("tiny", 4, move.rollout, {}, silence)
+    monkeypatch.setattr("tasks.promotion.servers.servers_of_champion", lambda name, urls: [silent])
+    switch = partial(wait_for_switch, "tiny", version=4, rollout=move.rollout, check=lambda: None)
+    if reason:
+        with pytest.raises(RolloutFailed, match=r"has not answered for .*version 1"):
+            watch.sample([silent])
+        with pytest.raises(RolloutFailed, match="not all servers served version 4"):
+            switch(own_silence=silence)
+    else:
+        assert watch.sample([silent]) == Counts()
+        switch(own_silence=silence)
+    with pytest.raises(RolloutFailed, match="no answer"):
+        switch()

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -20,6 +25,7 @@ from tests.support.promotion_servers import PromotionServers, ServedModel
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+JSON = {"Content-Type": "application/json"}
 QUICK = ("rollout.smoke_requests=2", "rollout.min_requests=3", "rollout.watch_minutes=0.03")
 
 
@@ -79,6 +85,77 @@ def test_a_champion_takes_over_without_a_failed_request_and_is_taken_back_when_i
     artifacts = httpx.post(f"{servers.env['PREFECT_API_URL']}/artifacts/filter", json={}, trust_env=False).json()
     tables = [each for each in artifacts if each["key"] == "gates"]
     assert {row["gate"] for row in json.loads(tables[0]["data"])} == {"parity", "loss", "smoke"}
+
+
+STREAM = {"model": "attacked", "prompt": "x", "stream": True, "temperature": 0}
+HOSTILE: dict[str, Any] = {
+    "wrong items": {"model": "attacked", "prompt": "x", "stop": [0] * 450_000},
+    "more tokens than there is time for": STREAM | {"max_tokens": 1_000_000, "stream": False},
+    "more texts than there is time for": STREAM | {"max_tokens": 900, "n": 128, "stream": False},
+    "more scores than there is time for": STREAM
+    | {"prompt": ["x" * 30] * 128, "echo": True, "logprobs": 20, "max_tokens": 900, "stream": False},
+    "a grammar that takes long": STREAM
+    | {"structured_outputs": {"json": {"type": "integer", "multipleOf": 9_999_991}}, "max_tokens": 50},
+}
+
+
+def slow_body(url: str, over: threading.Event) -> None:
+    """A request whose body takes a second, and whose stream is read a piece at a time: its client is slow."""
+    address, body = urlsplit(url), json.dumps(STREAM | {"max_tokens": 300}).encode()
+    while not over.is_set():
+        with socket.create_connection((address.hostname or "", address.port or 0), timeout=30) as connection:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body[:9])
+            over.wait(1)
+            with suppress(OSError):
+                connection.sendall(body[9:])
+                while connection.recv(4096) and not over.wait(0.01):
+                    pass
+
+
+def leave_soon(url: str, over: threading.Event) -> None:
+    """Requests whose clients leave before the end."""
+    while not over.is_set():
+        with suppress(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json=STREAM | {"max_tokens": 9000}, timeout=0.2, trust_env=False)
+
+
+def ask_again(url: str, over: threading.Event, *, fields: dict[str, Any]) -> None:
+    body = json.dumps(fields, separators=(",", ":"))
+    while not over.is_set():
+        with suppress(httpx.HTTPError):
+            httpx.post(f"{url}/v1/completions", content=body, headers=JSON, timeout=60, trust_env=False)
+
+
+def test_no_client_takes_a_champion_back(servers: PromotionServers) -> None:
+    """All of them at once, in a watch that a single failed request of the version would end."""
+    over, limits = threading.Event(), ("serving.timeout_s=6", "serving.max_new_tokens=1000000")
+    attacks = [slow_body, leave_soon, *(partial(ask_again, fields=fields) for fields in HOSTILE.values())]
+    with servers.serving("attacked", *limits) as served, served.hammered(1), ThreadPoolExecutor() as pool:
+        running = [pool.submit(attack, served.url, over) for attack in attacks]
+        bounds = ("rollout.max_p95_ms=30000", "rollout.max_error_rate=0", "rollout.watch_minutes=0.5")
+        out = json.loads(servers.run("promote", "attacked", *QUICK, *bounds, "--json"))
+        over.set()
+        assert [each.result() for each in running] == [None] * len(attacks)
+        assert (out["version"], out["alias"]) == (2, "champion")
+        served.is_settled(2)
+        [move, _] = served.moves
+        assert " 0 failed, p95 " in move.outcome
+        assert 'code="504"' in httpx.get(f"{served.url}/metrics", trust_env=False).text, "some had no time"
+
+
+@pytest.mark.long
+def test_a_server_that_is_stopped_is_not_its_versions_fault(servers: PromotionServers) -> None:
+    """Fresh servers of both versions answer, so the silence of this one says nothing about its version."""
+    with servers.serving("stopped") as served:
+        process = servers.start("promote", "stopped", *QUICK, "rollout.watch_minutes=1.5")
+        until(lambda: POINTS["in the watch"](served), "watched")
+        os.kill(served.process.pid, signal.SIGSTOP)
+        assert process.stderr
+        assert any("which is not version 2's fault" in line for line in process.stderr)
+        os.kill(served.process.pid, signal.SIGCONT)
+        assert process.wait(200) == 0
+        served.is_settled(2)
 
 
 POINTS: dict[str, Callable[[ServedModel], bool]] = {

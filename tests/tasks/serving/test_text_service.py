@@ -31,7 +31,7 @@ class LateEngine:
             raise self.error
         self.opening.set()
         assert self.go.wait(20)
-        return SimpleNamespace(close=self.closed.set, new_tokens=0, prompt_tokens=0)
+        return SimpleNamespace(close=self.closed.set, new_tokens=0, prompt_tokens=0, timed_at=None)
 
 
 def test_failures_at_opening_are_the_versions_and_late_streams_are_closed() -> None:
