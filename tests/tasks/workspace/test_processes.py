@@ -193,7 +193,11 @@ def test_after_a_boot_nothing_is_known_of_processes_before_it(
     assert not has_ended(key), "a clone of the machine may run it"
 
 
-@pytest.mark.parametrize("key", ["", "0:0", "elsewhere/7/1.00", f"elsewhere/{os.getpid()}/1/no-kernel"])
+@pytest.mark.parametrize(
+    "key",
+    ["", "0:0", "elsewhere/7/1.00", f"elsewhere/{os.getpid()}/1/no-kernel"],
+    ids=["none", "no key", "no kernel", "another kernel"],
+)
 def test_a_key_of_elsewhere_is_neither_alive_nor_ended(key: str) -> None:
     assert local_process(key) is None
     assert not has_ended(key)
