@@ -49,7 +49,8 @@ def why_others_differ(plan: RunPlan, folder: Path) -> str:
     windows = [encoder.tokenizer.decode(ids.tolist()) for texts in held_out_texts(plan)[:1] for ids in texts]
     for text in (*windows, *SAMPLES):
         with contextlib.suppress(ValueError):  # of a text that the vocabulary lacks
-            if encoder.special_pattern.search(text) or theirs(text)["input_ids"] == [*encoder.encode(text), *behind]:
+            own = [*encoder.encode(text), *behind]
+            if encoder.special_pattern.search(text) or theirs(text)["input_ids"] == own:
                 continue
             return (
                 f"gives other tokens than training had, as of {text[:40]!r}: transformers {transformers.__version__} "

@@ -138,8 +138,9 @@ def test_utf8_that_was_read_as_something_else_is_warned_of(tmp_path: Path, text:
     assert "look as if they had been read in a wrong encoding, such as" in warning
     assert "in a.jsonl:41" in warning
     data = {"path": str(tmp_path / "a.jsonl"), "tokenizer": {"kind": "bytes"}}
-    (planned,) = estimate_text(RunConfig.model_validate({"data": data}))
-    assert any("read in a wrong encoding" in line and "a.jsonl:41" in line for line in planned.lines(None))
+    planned = estimate_text(RunConfig.model_validate({"data": data}))
+    assert planned
+    assert any("read in a wrong encoding" in line and "a.jsonl:41" in line for line in planned.lines())
 
 
 @pytest.mark.parametrize(("written", "read_as"), [("cp1251", "cp1252"), ("cp1252", "latin-1"), ("utf-8", "ascii")])

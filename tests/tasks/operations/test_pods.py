@@ -44,7 +44,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesA
             command=("python", "-c", PROGRAM),
         )
         cluster = cluster_of(config.launch)
-        cluster.start(group, cluster.kind())
+        cluster.start(group)
         until(lambda: len(api.running()) == 2, "pods")
         for pod in api.running().values():
             until(lambda pod=pod: cluster.last_lines(pod["metadata"]["name"], number=1), "their program")  # type: ignore[misc]
@@ -110,7 +110,7 @@ def test_groups_of_other_runs_stay(api: KubernetesApi) -> None:
         hosts=["node-0"],
         command=("python", "-c", PROGRAM),
     )
-    cluster.start(replace(group, claims=()), cluster.kind())
+    cluster.start(replace(group, claims=()))
     until(lambda: len(cluster.pods(run="other")) == 1, "the other's")
     stop("verses")
     assert [pod.run for pod in cluster.pods()] == ["other"]

@@ -14,6 +14,7 @@ from tasks.inference.onnx_generator import GrammarFailed
 from tasks.promotion.register import register_model
 from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.app import build_app
+from tasks.serving.bounds import Held, HeldBytes
 from tests.support.mlflow_store import Store
 from training.config.serving import InferenceConfig, ServingConfig
 
@@ -35,6 +36,7 @@ def served(store: Store) -> Iterator[tuple[TestClient, AliasFollower]]:
     onnx = InferenceConfig(engine="onnx", threads=1)
     follower = AliasFollower("tiny@champion", tracking_uri=store.uri, cache_dir=None, inference=onnx, rows=4)
     with TestClient(build_app(follower, limits=ServingConfig(poll_s=1000))) as client:
+        client.app_state["unread"] = Held(HeldBytes(2**26), give_up=follower.close)  # as a connection has it
         yield client, follower
     follower.close()
 

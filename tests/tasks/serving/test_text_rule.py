@@ -19,6 +19,7 @@ from tasks.inference.onnx_generator import TextGenerator, open_export
 from tasks.inference.vllm_engine import VllmEngine
 from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.app import build_app
+from tasks.serving.bounds import Held, HeldBytes
 from tests.support.configs import inventory
 from tests.support.mlflow_store import Store
 from tests.support.text_cases import HELLOS
@@ -44,6 +45,7 @@ def served(champion: Store) -> Iterator[tuple[TestClient, AliasFollower]]:
         "tiny@champion", tracking_uri=champion.uri, cache_dir=None, inference=InferenceConfig(), rows=4
     )
     with TestClient(build_app(follower, limits=ServingConfig(poll_s=1000))) as client:
+        client.app_state["unread"] = Held(HeldBytes(2**26), give_up=follower.close)  # as a connection has it
         yield client, follower
     follower.close()
 

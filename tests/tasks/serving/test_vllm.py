@@ -22,6 +22,7 @@ from tasks.inference.onnx_generator import TextGenerator
 from tasks.promotion.register import register_model
 from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.app import build_app
+from tasks.serving.bounds import Held, HeldBytes
 from tasks.serving.openai_requests import LABELS, ChatRequest, CompletionRequest
 from tests.support.mlflow_store import Store
 from tests.support.tiny_run import SAMPLES
@@ -70,6 +71,7 @@ def served(champion: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[T
     vllm = InferenceConfig(engine="vllm")
     follower = AliasFollower("tiny@champion", tracking_uri=champion.uri, cache_dir=None, inference=vllm, rows=4)
     with TestClient(build_app(follower, limits=ServingConfig(poll_s=1000))) as client:
+        client.app_state["unread"] = Held(HeldBytes(2**26), give_up=follower.close)  # as a connection has it
         yield client, follower, log
     follower.close()
 

@@ -102,7 +102,8 @@ def with_gpus(key: str, home: Path) -> bool:
 def before_a_resume(key: str, home: Path) -> bool:
     RanksLauncher(launcher=key).write(home / "run" / "gang.json")
     local_launch.end_earlier_attempt(home / "run", grace_s=5)
-    return psutil.Process(processes.pid_of(key)).status() == psutil.STATUS_ZOMBIE
+    pid = processes.pid_of(key)  # gone, once the test's process has asked for its end
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 OBSERVERS = (

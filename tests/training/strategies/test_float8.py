@@ -74,7 +74,11 @@ def test_a_family_is_planned_with_what_fp8_can_multiply() -> None:
     model = AutoModelForCausalLM.from_config(settings["qwen3_moe"])
     use_float8(layers_of(model))
     ours = {name for name, module in model.named_modules() if "forward" in vars(module)}
-    assert {name.rpartition(".")[2] for name in ours} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.rpartition(".")[2] for name in ours} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),  # of its dense layer
+    }
+    assert not any("experts" in name or name.endswith("gate") for name in ours)
     sizes = shapes["qwen3"].sizes
     without = tuple(layer.model_copy(update={"for_fp8": 0}) for layer in sizes.layers)
     bare = shapes["qwen3"].model_copy(update={"sizes": sizes.model_copy(update={"layers": without})})
