@@ -151,7 +151,7 @@ def web(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     ("name", "query", "content"),
     [
         ("x.jsonl", "?download=true", LINES),
-        ("x.gz", "", gzip.compress(LINES)),
+        ("x.gz", "", gzip.compress(LINES, mtime=0)),
         ("resolve", "?file=x.jsonl", LINES),
         ("x.bin", "?raw=1", parquet()),
         ("x.json", "", ARRAY),
