@@ -159,6 +159,13 @@ PER_TYPE: dict[str, dict[str, Any]] = {
     },
     "electra": {"embedding_size": 32},
     "deberta-v2": {"conv_kernel_size": 3, "conv_act": "gelu"},
+    "gemma4_assistant": {  # takes a text_config without defaults of its own, whose layers all share keys and values
+        "text_config": {
+            **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "vocab_size": VOCAB},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16},
+            **{"num_kv_shared_layers": LAYERS, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+        }
+    },
     "gemma4_text": {
         "enable_moe_block": True,
         "num_experts": 4,
@@ -240,9 +247,10 @@ def tiny_configs(model_type: str) -> list[Any]:
 
 
 def tiny_config(model_type: str, **more: Any) -> Any:
-    kind = config_class(model_type)
-    windows = {name: value for name, value in WINDOWS.items() if name in kind().to_dict()}
-    fields, chosen = kind(**windows).to_dict(), dict[str, Any]()
+    kind, given = config_class(model_type), PER_TYPE.get(model_type, {})
+    parts = {name: value for name, value in given.items() if isinstance(value, dict)}
+    windows = {name: value for name, value in WINDOWS.items() if name in kind(**parts).to_dict()}
+    fields, chosen = kind(**parts | windows).to_dict(), dict[str, Any]()
     for name, value in fields.items():
         if name.startswith("_") or (isinstance(value, (bool, dict)) and name != "output_router_logits"):
             continue
@@ -265,7 +273,7 @@ def tiny_config(model_type: str, **more: Any) -> Any:
         chosen["num_key_value_heads"] = chosen.get("num_attention_heads", 4)
         if "head_dim" in chosen:
             chosen["head_dim"] = chosen.get("qk_rope_head_dim", 8)
-    return kind(**chosen | windows | PER_TYPE.get(model_type, {}) | more)
+    return kind(**chosen | windows | given | more)
 
 
 def auto_class_of(model_type: str) -> Any:
