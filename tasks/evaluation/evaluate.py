@@ -30,8 +30,9 @@ from training.config.model import ModelConfig
 from training.config.parallel import Precision
 from training.config.run import ProfileConfig, RunConfig
 from training.config.serving import InferenceConfig
+from training.facts.cures import Cure
 from training.facts.families import masked_types
-from training.planner.model_shape import rows_cure, shape_of_hf
+from training.planner.model_shape import shape_of_hf
 from training.planner.reasons.checks import check_inference
 from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
@@ -283,7 +284,7 @@ def _stranger(subject: Subject, shards: TokenShards, *, device_kind: str) -> Tra
     if shards.vocab_size > vocab_size:
         raise ValueError(
             f"{subject.what}: its tokenizer has {shards.vocab_size:,} tokens, the embedding of the model "
-            f"{vocab_size:,} rows: {rows_cure(shards.vocab_size)}"
+            f"{vocab_size:,} rows: {Cure.ROWS(tokens=shards.vocab_size)}"
         )
     shape = shape_of_hf(settings, vocab_size=vocab_size)
     masked = _objective(subject) == "masked"

@@ -16,7 +16,6 @@ from training.config.model import ModelConfig
 from training.config.run import RunConfig
 from training.facts.cures import Cure
 from training.facts.model_config import read_settings
-from training.planner.model_shape import rows_cure
 from training.records.model_state import check_finite, saved_shapes, weight_map
 from training.records.record import read_fields, sha256_file
 from training.tokenizer.pretrained import open_pretrained
@@ -148,8 +147,7 @@ def _check_files(folder: Path) -> None:
     if pickles and not any(folder.glob("*.safetensors")):
         raise ValueError(
             f"model.path = {folder} has no *.safetensors, only {pickles[0]}, a pickle, which may run any code when it "
-            "is read: if you trust its source, load it with transformers once and call "
-            "save_pretrained(FOLDER), then give that folder"
+            f"is read: if you trust its source, {Cure.SAFETENSORS}"
         )
     for index in folder.glob("*.safetensors.index.json"):
         weight_map(index)
@@ -193,7 +191,7 @@ def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
     if rows and (beyond := [f"{word!r} ({number:,})" for word, number in ours.items() if number >= rows]):
         raise ValueError(
             f"the tokenizer has {size:,} tokens, the embedding of model.path = {path} {rows:,} rows (vocab_size of its "
-            f"config.json); without a row: {', '.join(beyond[:4])}{' …' * (len(beyond) > 4)}: {rows_cure(size)}"
+            f"config.json); without a row: {', '.join(beyond[:4])}{' …' * (len(beyond) > 4)}: {Cure.ROWS(tokens=size)}"
         )
 
 

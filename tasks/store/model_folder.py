@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from training.facts.cures import Cure
 from training.planner.model_shape import check_numbers
 from training.records.record import MOST_FIELDS_BYTES, DamagedRecord, check_regular, read_fields
 
@@ -66,7 +67,7 @@ def _refuse_pointers(folder: Path) -> None:
     if pointers := [file.name for file in small if file.read_bytes().startswith(POINTER)]:
         more = f" and {len(pointers) - 1} more are pointers" if len(pointers) > 1 else " is a pointer"
         raise ValueError(
-            f"{folder}: {pointers[0]}{more} of git-lfs, not what they stand for: run `git lfs pull` in {folder}"
+            f"{folder}: {pointers[0]}{more} of git-lfs, not what they stand for: {Cure.GIT_LFS(folder=folder)}"
         )
 
 

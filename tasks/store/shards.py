@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tasks.store.transfer import download_all, read_bytes, sizes, upload, upload_all, write_bytes
 from training.config.store import StoreConfig
+from training.records.record import DamagedRecord
 from training.records.token_shards import TokenShards
 from training.shards.format import LIBRARY, MANIFEST
 from training.shards.remote import REMOTE, RemoteShards, shard_folders
@@ -33,6 +34,9 @@ def find_shards(store: StoreConfig, folder: Path) -> bool:
         return False
     few = [name for name in there if name.startswith("tokenizer/") or name == LIBRARY]
     manifest = TokenShards.parse(read_bytes(f"{url}/{MANIFEST}"), where=f"{url}/{MANIFEST}")
+    for number, shard in enumerate(manifest.shards):
+        if shard.name.startswith("../../"):  # a store has the folders of a mixture's sources beside each other
+            raise DamagedRecord(f"{url}/{MANIFEST}", f"is damaged (shards.{number}.name = {shard.name} lies elsewhere)")
     download_all(url, few, folder)
     download_all(url, [MANIFEST], folder)
     if not manifest.parts:

@@ -6,7 +6,8 @@ from enum import StrEnum
 
 
 class Cure(StrEnum):
-    """What a person can do. tests/tasks/data/test_cures.py makes each error, follows its cure, and finds that it helps.
+    """What a person can do. tests/tasks/data/test_cures.py, and the files that it names, make each error, follow its
+    cure, and find that it helps.
 
     FILE and COPY stand for names that the error has named, or that the person chooses.
     """
@@ -49,6 +50,13 @@ class Cure(StrEnum):
     ITS_TOKENIZER = "data.tokenizer.kind=pretrained data.tokenizer.path={path}"
     VOCAB_SIZE = "set data.tokenizer.vocab_size to {size}, or to 0 for any size"
     DOWNLOAD = "download it, and give the copy"
+    GIT_LFS = "run `git lfs pull` in {folder}"
+    SAFETENSORS = "load it with transformers once and call save_pretrained(FOLDER), then give that folder"
+    ROWS = (
+        "take the tokens without a row out of the tokenizer's files, or give them rows: load the model with "
+        "transformers, call resize_token_embeddings({tokens}) and save_pretrained(FOLDER), and give that folder, with "
+        "the tokenizer's files in it"
+    )
 
     def __call__(self, **fields: object) -> str:
         """Return the cure with the names and values of this case."""

@@ -283,16 +283,8 @@ def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping
         if ours > theirs:
             is_own = tokenizer.kind == "pretrained" and tokenizer.path == config.model.path
             own = f"the model's own tokenizer, {Cure.ITS_TOKENIZER(path=config.model.path)}"
-            cure = rows_cure(ours) if is_own else f"use {own}; if it is, {rows_cure(ours)}"
+            rows = Cure.ROWS(tokens=ours)
+            cure = rows if is_own else f"use {own}; if it is, {rows}"
             raise ValueError(f"the tokenizer has {ours:,} tokens, the embedding of the model {theirs:,} rows: {cure}")
         return theirs
     return ours or ASSUMED_VOCAB[tokenizer.kind]
-
-
-def rows_cure(tokens: int) -> str:
-    """Return what to do about a tokenizer of so many tokens, which are more than its model's embedding has rows."""
-    return (
-        "take the tokens without a row out of the tokenizer's files, or give them rows: load the model with "
-        f"transformers, call resize_token_embeddings({tokens}) and save_pretrained(FOLDER), and give that folder, with "
-        "the tokenizer's files in it"
-    )

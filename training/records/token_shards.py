@@ -13,7 +13,8 @@ from training.records.record import Record
 from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
 from training.records.words import counted
 
-SHARD_NAME = r"^(\.\./[\w.-]*\w[\w.-]*/)?(train|validation)/[0-9-]+$"  # a mixture's lie in the folders beside it
+# A mixture's lie in other folders, of drawn corpora anywhere; no name is absolute or turns back on its way.
+SHARD_NAME = r"^((\.\./)+([\w.-]*\w[\w.-]*/)+)?(train|validation)/[0-9-]+$"
 LOST_SHARE = 0.001  # of the characters; more is a warning
 SKIPPED_SHARE = 0.01  # of the bytes; more is a warning
 FILES_KEPT = 10  # in the manifest, of those in which text was skipped

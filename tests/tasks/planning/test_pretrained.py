@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flows.stages.job_checks import check_job
-from tasks.planning.pretrained import check_start
+from tasks.planning.pretrained import check_start, hf_config
 from tasks.store.local_copy import local_copy
 from tests.support.buffered_models import save_family
 from tests.support.configs import tiny_config
+from training.facts.cures import Cure
 from training.facts.model_config import read_settings
 from training.models.sizes import count_model
 
@@ -106,9 +108,22 @@ def test_a_job_is_refused_before_anything_is_touched(model: Path, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "tokenizer.json", "tokenizer.model"])
 def test_pointers_of_git_lfs_have_their_cure(name: str, model: Path) -> None:
+    real = (model / name).read_bytes() if (model / name).exists() else b"{}"
     (model / name).write_bytes(POINTER)
-    with pytest.raises(ValueError, match=rf"{name} is a pointer of git-lfs, .*: run `git lfs pull` in {model}"):
+    with pytest.raises(ValueError, match=rf"{name} is a pointer of git-lfs, .*: {Cure.GIT_LFS(folder=model)}"):
         local_copy(str(model), field="model.path")
+    (model / name).write_bytes(real)  # as `git lfs pull` does
+    local_copy(str(model), field="model.path")
+
+
+def test_a_model_of_pickles_is_taken_once_its_cure_is_followed(model: Path, tmp_path: Path) -> None:
+    torch.save(AutoModelForCausalLM.from_pretrained(model).state_dict(), model / "pytorch_model.bin")
+    for file in model.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=rf"pytorch_model\.bin, a pickle, .*{re.escape(Cure.SAFETENSORS)}"):
+        hf_config(continued(model).model)
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "again")
+    assert hf_config(continued(tmp_path / "again").model)
 
 
 def test_all_pointers_are_counted(model: Path) -> None:
