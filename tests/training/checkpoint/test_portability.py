@@ -1,12 +1,7 @@
-"""A checkpoint of any strategy and number of ranks is taken over by any other, optimizer and data order included.
-
-So is one of an older version: older/ has checkpoints, at step 60, of version 850a0575, which knew its three
-architectures by hand, and OLDER the losses of the two steps that it made next.
-"""
+"""A checkpoint of any strategy and number of ranks is taken over by any other, optimizer and data order included."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +12,6 @@ from tests.support.ranks import losses, run_ranks
 from tests.training.strategies.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
 
 LEG_STEPS = 2
-OLDER = {
-    "llama": {61: 1.5569584369659424, 62: 1.5332651138305664},
-    "gpt2": {61: 1.6997822523117065, 62: 1.7112268209457397},
-    "bert": {61: 4.1684465408325195, 62: 4.102080345153809},
-}
 CHAIN = (
     "ddp",
     "hsdp 4",
@@ -88,23 +78,3 @@ def test_tp_peers_drop_the_same_units_after_a_resume(
     run_ranks(saved)
     make_run("two by two", ranks=4, train__micro_batch=1, **LAYOUTS["dp x tp"][1]).rename(saved)
     run_ranks(saved, program="tests.programs.tp_random_numbers")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", OLDER)
-def test_a_checkpoint_of_an_older_version_is_resumed_with_its_losses(kind: str, make_run: Callable[..., Path]) -> None:
-    plan_path = make_run(
-        f"older {kind}",
-        model__architecture=kind,
-        model__width=8,
-        model__heads=2,
-        model__kv_heads=1 if kind == "llama" else 2,
-        model__dropout=0.0,
-        train__steps=62,
-        train__learning_rate=0.03,
-        parallel__strategy="single",
-        checkpoint__every_steps=60,
-    )
-    shutil.copytree(Path(__file__).parent / "older" / kind, plan_path.parent / "checkpoints")
-    run_ranks(plan_path)
-    assert losses(plan_path) == pytest.approx(OLDER[kind], rel=LOSS_BOUND)
