@@ -449,7 +449,7 @@ def test_a_thousand_idle_connections_and_a_reader_that_stalls(chatting: Store) -
             stalled.sendall(slow + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             until(lambda: " 1.0" in metric_line(client, "shardline_requests_in_flight"), "it runs", within_s=20)
             until(lambda: completion(client).status_code == 200, "its slot is free", within_s=20)
-            assert time.monotonic() - began < 3 + 2
+            assert time.monotonic() - began < 3 + 7, "of timeout_s and of other work; unread it would run for minutes"
             until(lambda: " 0.0" in metric_line(client, "shardline_requests_in_flight"), "it ended", within_s=20)
             assert len(read_all(stalled)) < 128 * 100_000, "the prompt alone is longer: the rest was dropped"
             until(lambda: completion(client).status_code == 200, "another is served", within_s=20)
