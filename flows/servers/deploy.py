@@ -40,7 +40,7 @@ MOST_CHARS = 500  # of a refusal that is logged
 
 @dataclass
 class Changes:
-    """What a deploy did to one deployment. Settings by their names, such as `config.data.path`."""
+    """The outcome of a deploy for one deployment. Settings by their names, such as `config.data.path`."""
 
     made: bool = False  # there was none
     kept: list[str] = field(default_factory=list)  # are in Prefect otherwise than in prefect.yaml, and stayed so
