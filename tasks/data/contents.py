@@ -108,7 +108,7 @@ CONTENTS = (
 
 
 class Kind(NamedTuple):
-    """The kind of a file. `problem`: what it is and the cure, if it is no text. `by_bytes`: its bytes tell the format."""
+    """A kind of file. `problem`: what it is and the cure, if it is no text. `by_bytes`: its bytes tell the format."""
 
     format: Format
     problem: str = ""

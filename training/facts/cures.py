@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Cure(StrEnum):
-    """A thing that a person can do. tests/tasks/data/test_cures.py, and the files that it names, make each error, follow its
+    """A cure for an error. tests/tasks/data/test_cures.py, and the files that it names, make each error, follow its
     cure, and find that it helps.
 
     FILE and COPY stand for names that the error has named, or that the person chooses.
