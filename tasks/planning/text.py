@@ -38,16 +38,19 @@ class TextEstimate:
         yield from self.sample.ledger_lines(read=read, read_bytes=round(self.read_bytes))
 
     def _size(self, part: int, name: str) -> str:
+        """Return what the text of one source is; a document that is cut between both splits is one in each."""
         about = "" if self.is_counted else "about "
         own = [shard for shard in self.shards.shards if (shard.part or 0) == part]
         sample = sum(shard.text_bytes for shard in self.sample.shards if (shard.part or 0) == part)
-        documents, size = sum(shard.documents for shard in own), sum(shard.text_bytes for shard in own)
-        train, held_out = (self.shards.tokens_of_part(part, split) for split in SPLITS)
+        size = sum(shard.text_bytes for shard in own)
         files = sum(file.name.startswith(f"{name}/") for file in self.shards.sources if self.shards.parts)
         how = "all of it was read" if self.is_counted else f"from a sample of {sample / 1e6:,.2f} MB"
+        train, held_out = (
+            f"{about}{format_count(self.shards.tokens_of_part(part, split))} tokens of "
+            f"{counted(sum(shard.documents for shard in own if shard.split == split), 'document')}"
+            for split in SPLITS
+        )
         return (
-            f"text: {name}: {about}{counted(documents, 'document')} in "
-            f"{counted(files or len(self.shards.sources), 'file')}, {about}{size / 1e6:,.1f} MB, "
-            f"{about}{format_count(train + held_out)} tokens ({how}; it is not tokenized yet), "
-            f"{about}{format_count(train)} of them to train on"
+            f"text: {name}: {counted(files or len(self.shards.sources), 'file')}, {about}{size / 1e6:,.1f} MB; "
+            f"{train} to train on, {held_out} held out ({how}; it is not tokenized yet)"
         )

@@ -140,8 +140,9 @@ def test_files_that_are_left_out_and_the_size_are_said(tmp_path: Path) -> None:
     (folder / "notes.dat").write_text("no text")
     found = estimated({"path": str(folder), "tokenizer": {"kind": "bytes"}})
     first, second = found.lines()
-    assert first.startswith(f"text: {folder}: 40 documents in 1 file, 0.1 MB, ")
-    assert "tokens (all of it was read; it is not tokenized yet), " in first
+    assert first.startswith(f"text: {folder}: 1 file, 0.1 MB; ")
+    assert "tokens of 39 documents to train on, " in first
+    assert first.endswith(" held out (all of it was read; it is not tokenized yet)")
     assert second.startswith("text: left out 1 file (.dat, 0.0 MB, such as notes.dat)")
 
 
