@@ -35,6 +35,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PROCESS = "shardline.process"  # label of a flow run: the process that runs it, so that others can tell whether it lives
+START = "shardline.start"  # label of a flow run: which of its starts, from 1, that process is for
 _outcomes: ContextVar[list[Future[Any]]] = ContextVar("outcomes")  # of the flow's function; the last call counts
 
 
@@ -138,7 +139,8 @@ def prepare_process(flow: Any, flow_run: Any, state: Any) -> None:
     keep_password_apart()
     Console.on_broken_pipe = _mute  # type: ignore[method-assign, assignment]
     with get_client(sync_client=True) as client:
-        client.update_flow_run_labels(flow_run.id, {PROCESS: process_key(os.getpid())})
+        start = client.read_flow_run(flow_run.id).run_count
+        client.update_flow_run_labels(flow_run.id, {PROCESS: process_key(os.getpid()), START: start})
 
 
 def _is_no_cancel(record: logging.LogRecord) -> bool:

@@ -7,6 +7,7 @@ that still count as running in Prefect although their process on this machine is
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -14,10 +15,11 @@ from typing import Any
 from uuid import UUID
 
 import psutil
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterEndTime,
+    FlowRunFilterId,
     FlowRunFilterParentTaskRunId,
     FlowRunFilterState,
     FlowRunFilterStateType,
@@ -27,7 +29,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
 from flows.prefect_ui.events import report_end
-from flows.prefect_ui.flow import PROCESS
+from flows.prefect_ui.flow import PROCESS, START
 from flows.servers.alerts import RUN_CRASHED, RUN_FAILED
 from flows.servers.deploy import POOL, worker_name
 from flows.servers.embedded import is_gone
@@ -42,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 ALIVE = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
 SETTLED_S = 60.0  # a busy machine needs this long to start the process of a new state
+LOOK_EVERY_S = 1.0
 REPORTED_WITHIN_S = 24 * 3600.0  # older ends are not reported; `reconcile` is hourly, and may fail
 REPORTED_LATER = "reported later, by another process"
 
@@ -78,12 +81,28 @@ def _write_page(run: EndedRun) -> None:
 
 
 def mark_crashed_flow_runs() -> None:
-    """Mark flow runs whose process is gone as crashed, so that the next one in their queue can start."""
+    """Mark flow runs whose process is gone as crashed, so that the next one in their queue can start.
+
+    A start that has no process yet is watched for SETTLED_S by this process's own clock, which nobody sets.
+    """
     alive = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(ALIVE))))
     with get_client(sync_client=True) as client:
-        for run in filter(has_crashed, client.read_flow_runs(flow_run_filter=alive)):
+        runs = client.read_flow_runs(flow_run_filter=alive)
+        crashed = [run for run in runs if has_crashed(run)]
+        for run in crashed + _never_begun(client, [run for run in runs if may_begin(run)]):
             logger.warning("flow run %s still counts as running, but its process is gone: marked as crashed", run.name)
             client.set_flow_run_state(run.id, Crashed(message=f"its process was killed; {REPORTED_LATER}"), force=True)
+
+
+def _never_begun(client: SyncPrefectClient, runs: list[FlowRun]) -> list[FlowRun]:
+    """Return those that are as they are for SETTLED_S; ends as soon as all have begun."""
+    until = time.monotonic() + SETTLED_S
+    states = {run.id: run.state_id for run in runs}
+    while runs and time.monotonic() < until:
+        time.sleep(LOOK_EVERY_S)
+        now = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id for run in runs])))
+        runs = [run for run in now if run.state_id == states[run.id] and may_begin(run)]
+    return runs
 
 
 def report_unreported_ends() -> None:
@@ -101,14 +120,25 @@ def report_unreported_ends() -> None:
 
 
 def has_crashed(run: FlowRun) -> bool:
-    """Whether the flow run's process was on this machine and is gone.
+    """Whether the process of the flow run's newest start was on this machine and is gone."""
+    return not _is_pending(run) and run.labels.get(START) == run.run_count and _has_ended(run)
 
-    A state younger than SETTLED_S does not count: a retry keeps the label of the old process until it runs.
+
+def may_begin(run: FlowRun) -> bool:
+    """Whether the flow run was started on this machine, but no process is there: it has yet to begin, or was killed.
+
+    A retry keeps the labels of the old process until it runs.
     """
-    if run.state is None or (datetime.now(UTC) - run.state.timestamp).total_seconds() < SETTLED_S:
-        return False
-    if run.state.type == StateType.PENDING:  # this machine's worker submitted it, and it never started
+    if _is_pending(run):  # this machine's worker submitted it
         return run.labels.get("prefect.worker.name") == worker_name() and str(run.id) not in _ids_of_processes()
+    return run.labels.get(START) != run.run_count and _has_ended(run)
+
+
+def _is_pending(run: FlowRun) -> bool:
+    return run.state is not None and run.state.is_pending()
+
+
+def _has_ended(run: FlowRun) -> bool:
     return has_ended(str(run.labels.get(PROCESS, "")))
 
 

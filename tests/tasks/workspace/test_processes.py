@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,7 +13,7 @@ import psutil
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
 
-from flows.prefect_ui.flow import PROCESS
+from flows.prefect_ui.flow import PROCESS, START
 from flows.servers import local
 from flows.stages.crashed_runs import has_crashed
 from tasks.launch import local as local_launch
@@ -74,8 +73,10 @@ def ended_by_down(key: str, home: Path) -> bool:
 
 
 def in_reconcile(key: str, home: Path) -> bool:
-    state = State(type=StateType.RUNNING, timestamp=datetime.now(UTC) - timedelta(hours=1))
-    return not has_crashed(FlowRun(id=uuid4(), flow_id=uuid4(), state=state, labels={PROCESS: key}))
+    labels = {PROCESS: key, START: 1}
+    return not has_crashed(
+        FlowRun(id=uuid4(), flow_id=uuid4(), state=State(type=StateType.RUNNING), run_count=1, labels=labels)
+    )
 
 
 def in_a_rollout(key: str, home: Path) -> bool:
