@@ -22,6 +22,7 @@ from training.tokenizer.pretrained import open_pretrained
 
 logger = logging.getLogger(__name__)
 
+DEQUANTIZED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}  # of transformers; other kinds need a GPU
 COMPARE_S = 600.0  # 5 s for most; for 100,000 tensors, with torch from a cold network disk, minutes
 
 
@@ -35,10 +36,10 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     content: dict[str, Any] = dict(read_fields(path))
     if model.init == "pretrained" and (quantized := content.get("quantization_config")):
         by = quantized.get("quant_method") if isinstance(quantized, dict) else repr(quantized)
+        known = DEQUANTIZED_BY.get(by)
         raise ValueError(
-            f"config.json of model.path = {model.path} has quantization_config, by {by}: "
-            "weights that were rounded to few bits cannot be trained: give the model that they were made of, or load "
-            "this one with transformers, call dequantize() and save_pretrained(FOLDER), and give that folder"
+            f"config.json of model.path = {model.path} has quantization_config, by {by}: weights that were rounded to "
+            f"few bits cannot be trained: {Cure.UNQUANTIZED}{f', {Cure.DEQUANTIZE(config=known)}' if known else ''}"
         )
     if model.dropout:  # older files do not list all dropouts of their class
         content = vars(read_settings(path)) | content
@@ -59,8 +60,7 @@ def config_file(model: ModelConfig) -> Path:
         base = read_fields(adapter).get("base_model_name_or_path")
         raise ValueError(
             f"model.path = {model.path} has an adapter (adapter_config.json), made for {base}, which is not trained or "
-            "applied here: merge it with peft (merge_and_unload), call save_pretrained(FOLDER) and give that folder; "
-            f"or give {base} itself"
+            f"applied here: {Cure.MERGE}; or give {base} itself"
         )
     if path is None:
         raise ValueError(f"model.path = {model.path!r} has no config.json: give the folder or hub name of a model")

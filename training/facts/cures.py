@@ -52,6 +52,12 @@ class Cure(StrEnum):
     DOWNLOAD = "download it, and give the copy"
     GIT_LFS = "run `git lfs pull` in {folder}"
     SAFETENSORS = "load it with transformers once and call save_pretrained(FOLDER), then give that folder"
+    UNQUANTIZED = "give the model that they were made of"
+    DEQUANTIZE = (
+        "or load this one with transformers, from_pretrained(…, quantization_config={config}(dequantize=True)), call "
+        "save_pretrained(FOLDER) and give that folder"
+    )
+    MERGE = "merge it with peft (merge_and_unload), call save_pretrained(FOLDER) and give that folder"
     ROWS = (
         "take the tokens without a row out of the tokenizer's files, or give them rows: load the model with "
         "transformers, call resize_token_embeddings({tokens}) and save_pretrained(FOLDER), and give that folder, with "

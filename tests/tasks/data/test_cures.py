@@ -218,7 +218,13 @@ CASES: dict[Cure, list[Case]] = {
 OF_TOKENIZERS = {Cure.TRAIN_TOKENIZER, Cure.END_TOKEN, Cure.NO_BOS, Cure.VOCAB_SIZE}
 ELSEWHERE = {
     *(Cure.ITS_TOKENIZER, Cure.ROWS),  # tests/training/models/test_pretrained.py
-    *(Cure.GIT_LFS, Cure.SAFETENSORS),  # tests/tasks/planning/test_pretrained.py
+    *(
+        Cure.GIT_LFS,
+        Cure.SAFETENSORS,
+        Cure.UNQUANTIZED,
+        Cure.DEQUANTIZE,
+        Cure.MERGE,
+    ),  # tests/tasks/planning/test_pretrained.py
     Cure.DOWNLOAD,  # tests/tasks/store/test_local_copy.py and test_remote.py
 }
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from flows.stages.job_checks import check_job
-from tasks.planning.pretrained import check_start, hf_config
+from tasks.planning.pretrained import check_start, check_weights, hf_config
 from tasks.store.local_copy import local_copy
 from tests.support.buffered_models import save_family
 from tests.support.configs import tiny_config
@@ -124,6 +125,44 @@ def test_a_model_of_pickles_is_taken_once_its_cure_is_followed(model: Path, tmp_
         hf_config(continued(model).model)
     AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "again")
     assert hf_config(continued(tmp_path / "again").model)
+
+
+def test_a_model_in_fp8_is_taken_once_it_is_dequantized(tmp_path: Path) -> None:
+    """Its matrices are in blocks of 128 x 128, each with a scale, as DeepSeek-V3 has them."""
+    folder = tmp_path / "fp8"
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(folder)
+    file, config = folder / "model.safetensors", folder / "config.json"
+    given, rounded = load_file(file), {}
+    for name, weight in given.items():
+        rounded[name] = weight
+        if "_proj" in name:
+            rows, columns = (size // 128 for size in weight.shape)
+            blocks = weight.float().reshape(rows, 128, columns, 128)
+            rounded[f"{name}_scale_inv"] = scale = blocks.abs().amax((1, 3)) / 448
+            rounded[name] = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+    save_file(rounded, file, metadata={"format": "pt"})
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": how}))
+    with pytest.raises(ValueError, match=re.escape(Cure.DEQUANTIZE(config="FineGrainedFP8Config"))):
+        hf_config(continued(folder).model)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=FineGrainedFP8Config(dequantize=True))
+    loaded.save_pretrained(tmp_path / "again")
+    assert hf_config(continued(tmp_path / "again").model)
+    check_weights(continued(tmp_path / "again"))
+    for name, weight in load_file(tmp_path / "again" / "model.safetensors").items():
+        assert (weight.float() - given[name].float()).abs().max() <= given[name].abs().max() / 16, name
+
+
+def test_an_adapter_is_taken_once_it_is_merged(model: Path, tmp_path: Path) -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=f"has an adapter .*{re.escape(str(model))}.*{re.escape(Cure.MERGE)}"):
+        hf_config(continued(tmp_path / "adapter").model)
+    merged = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
+    merged.save_pretrained(tmp_path / "again")
+    assert hf_config(continued(tmp_path / "again").model)
+    check_weights(continued(tmp_path / "again"))
 
 
 def test_all_pointers_are_counted(model: Path) -> None:

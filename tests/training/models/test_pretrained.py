@@ -25,6 +25,7 @@ from tests.support.ranks import Ranks, losses, run_ranks
 from tests.support.tiny_run import byte_tokenizer
 from tests.support.tiny_shards import VOCAB
 from training.data.loader import Loader
+from training.facts.cures import Cure
 from training.models.language_model import build_model
 from training.models.pretrained import auto_class_of, check_headers, load_pretrained
 from training.records.plan import RunPlan
@@ -370,9 +371,9 @@ def with_code(folder: Path) -> Path:
     ("spoil", "words"),
     [
         (with_code, r"^model\.path: transformers .* contains custom code .* is never run$"),
-        (quantized, "quantization_config, by gptq.*dequantize"),
+        (quantized, f"quantization_config, by gptq.*: {Cure.UNQUANTIZED}$"),
         (lambda folder: quantized(folder, "int4"), "quantization_config, by 'int4'"),
-        (adapted, "has an adapter .*some/base.*merge_and_unload"),
+        (adapted, "has an adapter .*some/base.*: merge it with peft"),
         (lambda folder: folder / "model.safetensors", "is a file: give the folder"),
         (cut_short, r"model\.safetensors cannot be read as safetensors \(.*not fully covered\): copy it again"),
         (in_integers, r"has integers in \S+\.weight \(I8\): quantized weights"),
