@@ -1,6 +1,6 @@
 """What MkDocs does for the site beyond copying docs/: `mkdocs.yml` names this file.
 
-- Makes the reference from the code: every field of the config, every command.
+- Makes the reference from the code: every field of the config, every command, every package.
 - Adds CONTRIBUTING, CHANGELOG and SECURITY of the repository's top.
 - Links that lead out of docs/ lead to files of the repository: to `repo_url` where mkdocs.yml has one, else to nothing,
   and the file's path is shown in place of the link.
@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import posixpath
 import re
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.file.src_uri == "code-map.md":
+        markdown += package_table()
     return site_links(markdown, place=page.file.src_uri, repo_url=config.repo_url or "")
 
 
@@ -128,6 +131,16 @@ def _yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return repr(value) if value == "" or not isinstance(value, str) else value
+
+
+def package_table() -> str:
+    """What each package of the rooms says of itself."""
+    lines = ["", "| package | what it is about |", "|---|---|"]
+    for room in ("flows", "tasks", "training"):
+        for path in sorted((REPO / room).glob("*/__init__.py")):
+            about = ast.get_docstring(ast.parse(path.read_text())) or ""
+            lines.append(f"| `{room}/{path.parent.name}` | {about.partition(chr(10) * 2)[0].replace(chr(10), ' ')} |")
+    return "\n".join(lines) + "\n"
 
 
 def command_reference() -> str:
