@@ -1,6 +1,7 @@
 """What MkDocs does for the site beyond copying docs/: `mkdocs.yml` names this file.
 
-- Makes the reference from the code: every field of the config, every command.
+- Makes the reference from the code: every field of the config, every command, every package,
+  every kind of file that a corpus may hold or may not.
 - Adds CONTRIBUTING, CHANGELOG and SECURITY of the repository's top.
 - Links that lead out of docs/ lead to files of the repository: to `repo_url` where mkdocs.yml has one, else to nothing,
   and the file's path is shown in place of the link.
@@ -9,9 +10,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 
 from flows.cli.command import make_parser
+from tasks.data.contents import CONTENTS, FORMATS
+from tasks.data.decompression import COMPRESSIONS
 from training.config.run import RunConfig
 from training.config.serving import ServeConfig, TritonConfig
 
@@ -42,6 +46,7 @@ TYPES |= {"array": "list", "object": "mapping", "null": "null"}
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {"reference/config.md": config_reference(), "reference/commands.md": command_reference()}
+    pages["reference/files.md"] = file_reference()
     pages |= {place: (REPO / name).read_text() for name, place in FROM_THE_TOP.items()}
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
@@ -49,6 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.file.src_uri == "code-map.md":
+        markdown += package_table()
     return site_links(markdown, place=page.file.src_uri, repo_url=config.repo_url or "")
 
 
@@ -130,6 +137,38 @@ def _yaml(value: Any) -> str:
     return repr(value) if value == "" or not isinstance(value, str) else value
 
 
+def file_reference() -> str:
+    suffixes: dict[str, list[str]] = {}
+    for suffix, kind in FORMATS.items():
+        suffixes.setdefault(kind, []).append(f"`{suffix}`")
+    read = _table(("read as", "names"), ((kind, " ".join(names)) for kind, names in suffixes.items()))
+    refused = _table(("it is", "what to do"), ((content.what, str(content.cure)) for content in CONTENTS))
+    return f"""# Files of a corpus
+
+What a file is, its first bytes say; its name is asked where these cannot tell ([what is read](../data.md)).
+
+{read}
+
+Compressed: {" ".join(f"`{suffix}`" for suffix in COMPRESSIONS)}. Refused, or with `data.on_error=skip` left out:
+
+{refused}
+"""
+
+
+def package_table() -> str:
+    """What each package of the rooms says of itself."""
+    files = [path for room in ("flows", "tasks", "training") for path in sorted((REPO / room).glob("*/__init__.py"))]
+    about = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in files]
+    first = [" ".join(text.partition("\n\n")[0].split()) for text in about]
+    names = [f"`{path.parent.relative_to(REPO)}`" for path in files]
+    return "\n" + _table(("package", "what it is about"), zip(names, first, strict=True)) + "\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def command_reference() -> str:
     lines = [
         "# Commands",
@@ -141,12 +180,12 @@ def command_reference() -> str:
         about = str(parser.description)
         lines += [f"## {name}", f"{about[:1].upper()}{about[1:]}.", f"`{usage}`"]
         rows = [
-            f"| `{_spelling(action)}` | {(action.help or '').replace('|', chr(92) + '|')} |"
+            (f"`{_spelling(action)}`", (action.help or "").replace("|", chr(92) + "|"))
             for action in parser._actions
             if not isinstance(action, argparse._HelpAction | argparse._SubParsersAction)
         ]
         if rows:
-            lines.append("\n".join(["| argument | meaning |", "|---|---|", *rows]))
+            lines.append(_table(("argument", "meaning"), rows))
     return "\n\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
 """Recognizes a file by its first bytes: how its text is read, or that it is no text, what it is, and the cure.
 
-The name is asked only where the bytes cannot tell: CSV, TSV and text. The table CONTENTS is also the one of
-docs/data.md.
+The name is asked only where the bytes cannot tell: CSV, TSV and text. The site's page "Files of a corpus" is made of
+these tables.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import pyarrow.feather
 import pytest
 
 from tasks.data import corpus
-from tasks.data.contents import CONTENTS, FORMATS
+from tasks.data.contents import FORMATS
 from tasks.data.decompression import COMPRESSIONS
 from tests.support.repository import REPO
 from tests.support.text_cases import (
@@ -219,15 +219,10 @@ def test_lock_files_of_an_office_are_hidden_files(tmp_path: Path) -> None:
     assert "".join(all_documents(folder)) == "".join(STORIES)
 
 
-def test_the_page_lists_what_is_read_and_what_is_refused() -> None:
-    page = (REPO / "docs" / "data.md").read_text()
-    table = page.partition("\n\nRows need")[0]
+def test_the_page_lists_what_is_read_as_rows() -> None:
+    table = (REPO / "docs" / "data.md").read_text().partition("\n\nRows need")[0]
     rows = {suffix for suffix, kind in FORMATS.items() if kind != "text"}
     assert {*re.findall(r"`(\.\w+)`", table)} == rows | COMPRESSIONS.keys()
-    text = page.partition("These are text by their names:\n\n```text\n")[2].partition("```")[0]
-    assert sorted(text.split()) == sorted(FORMATS.keys() - rows)
-    refused = page.partition("| it is | what to do |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert refused.splitlines() == [f"| {content.what} | {content.cure} |" for content in CONTENTS]
 
 
 # Compression
