@@ -29,7 +29,7 @@ from tasks.comparison.compare import (
     outcome_of,
 )
 from tasks.comparison.picture import draw_comparison
-from tasks.comparison.report import headline, table, write_csv, write_page
+from tasks.comparison.report import headline, table, write_page
 from tasks.comparison.strategies import ComparedStrategy, read_strategies
 from tasks.runs.errors import RunStopped
 from tasks.runs.resume import changes
@@ -46,7 +46,7 @@ from training.tracking.redaction import without_credentials
 logger = logging.getLogger(__name__)
 
 INVENTORY = "inventory.json"
-CSV, PICTURE, PAGE, RECORD, CONFIG = (f"comparison.{kind}" for kind in ("csv", "png", "html", "json", "yaml"))
+PICTURE, PAGE, RECORD, CONFIG = (f"comparison.{kind}" for kind in ("png", "html", "json", "yaml"))
 
 
 @shardline_flow("Compare", run_name="compare {config.name}")
@@ -201,7 +201,7 @@ def report(
     outcomes: Mapping[str, StrategyOutcome],
     request: CompareRequest,
 ) -> Comparison:
-    """Write comparison.json, .csv, .png, .html and .yaml to the parent's folder and MLflow, and a table to Prefect."""
+    """Write comparison.json, .png, .html and .yaml to the parent's folder and MLflow, and a table to Prefect."""
     parent, folder = children.parent, children.parent.folder
     folders = {
         strategy.name: children.folder(strategy) for strategy in strategies if children.folder(strategy).is_dir()
@@ -222,11 +222,10 @@ def report(
     )
     text = yaml.safe_dump(children.config.model_dump(mode="json"), sort_keys=False)
     (folder / CONFIG).write_text(text)
-    write_csv(folder / CSV, comparison)
     draw_comparison(folder / PICTURE, comparison, folders=folders)
     write_page(folder / PAGE, comparison, chart=folder / PICTURE, config=text)
     comparison.write(folder / RECORD)
-    mlflow_run.log_files(parent, *(folder / name for name in (CSV, PICTURE, PAGE, RECORD, CONFIG)))
+    mlflow_run.log_files(parent, *(folder / name for name in (PICTURE, PAGE, RECORD, CONFIG)))
     _log_to_children(comparison)
     headings, cells = table(comparison)
     shown = [dict(zip(headings, line, strict=True)) for line in cells]

@@ -26,7 +26,6 @@ READERS = (
     "tasks.launch.failure",
     "tasks.launch.rank_logs",
     "tasks.launch.slurm",
-    "tasks.planning.saved_sizes",
     "tasks.serving.app",
     "training.config.credentials",
     "training.node.output",

@@ -1,4 +1,4 @@
-"""Tokenization by Prefect's task runners: processes and threads of this machine, Dask and Ray clusters (data.engine).
+"""Tokenization by Prefect's task runners: processes of this machine, Dask and Ray clusters (data.engine).
 
 Each task is a Prefect task, so Prefect's page shows where it runs. A small number of tasks runs without a runner, and
 processes of this machine do where Prefect is embedded.
@@ -17,7 +17,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture, as_completed
-from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
+from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner
 
 import tasks
 from flows.servers.embedded import is_embedded
@@ -61,7 +61,7 @@ class PrefectEngine:
 
     @property
     def is_cluster(self) -> bool:
-        return self.config.kind in ("dask", "ray")
+        return self.config.kind != "local"
 
     @property
     def workers(self) -> int:
@@ -148,11 +148,8 @@ class PrefectEngine:
 
 def _runner(config: EngineConfig, workers: int) -> TaskRunner[Any]:
     """Return the task runner, not started. Raises ValueError if its library is missing."""
-    match config.kind:
-        case "local":
-            return ProcessPoolTaskRunner(max_workers=workers, initializer=start_worker)
-        case "threads":
-            return ThreadPoolTaskRunner(max_workers=workers)
+    if config.kind == "local":
+        return ProcessPoolTaskRunner(max_workers=workers, initializer=start_worker)
     try:
         if config.kind == "dask":
             from distributed.security import Security

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.comparison.measurements import Rows, loss_difference, measure, reaches, warmup
+from tasks.comparison.measurements import Rows, loss_difference, measure, reaches
 from tasks.comparison.strategies import BASELINE, ComparedStrategy
 from tasks.planning.price import COST, RunCost, per_1b
 from tasks.runs.errors import RunFailed, RunStopped
@@ -46,7 +46,7 @@ class StrategyOutcome(Record):
     mlflow_run_id: str = ""
 
 
-class StrategyRow(Record):
+class StrategyRow(StrategyOutcome):
     """A row of the report; a field is None if it was not measured. Batches count sequences; rates are over all ranks.
 
     `batches_per_device`: sequences of each data-parallel rank in one step. `exposed_communication_ms`: the median of
@@ -57,15 +57,10 @@ class StrategyRow(Record):
     """
 
     strategy: str
-    outcome: OutcomeKind
-    cause: str = ""
-    run_id: str = ""
-    mlflow_run_id: str = ""
     overrides: tuple[str, ...] = ()
     devices: int | None = None
     layout: str = ""
     precision: str = ""
-    warmup_steps: int | None = None
     micro_batches: tuple[int, ...] | None = None
     accumulation: int | None = None
     batches_per_device: tuple[int, ...] | None = None
@@ -129,7 +124,6 @@ def plan_fields(plan: RunPlan) -> dict[str, Any]:
         "devices": plan.world_size,
         "layout": describe_layout(plan),
         "precision": plan.describe_precision,
-        "warmup_steps": warmup(plan.steps),
         "micro_batches": plan.micro_batches,
         "accumulation": plan.accumulation,
         "batches_per_device": tuple(size * plan.accumulation for size in plan.micro_batches),
@@ -185,13 +179,11 @@ def _row(
         if strategy.name in metrics:
             figures |= measure(metrics[strategy.name], steps=plan.steps)
             figures |= _cost_fields(plan, folder, tokens_per_s=figures["tokens_per_s"])
-    known = {"strategy": strategy.name, "overrides": strategy.overrides, **outcome.model_dump(), **figures}
-    row = StrategyRow.model_validate(known)
-    errors = {
-        "speed_error": _error(row.tokens_per_s, row.predicted_tokens_per_s),
-        "memory_error": _error(row.peak_memory_gib, row.predicted_memory_gib),
-    }
-    return row.model_copy(update=errors)
+            for error, found in (("speed_error", "tokens_per_s"), ("memory_error", "peak_memory_gib")):
+                predicted = figures[f"predicted_{found.removeprefix('peak_')}"]
+                if figures[found] is not None and predicted:
+                    figures[error] = figures[found] / predicted - 1
+    return StrategyRow(strategy=strategy.name, overrides=strategy.overrides, **outcome.model_dump(), **figures)
 
 
 def _cost_fields(plan: RunPlan, folder: Path, *, tokens_per_s: float | None) -> dict[str, Any]:
@@ -203,10 +195,6 @@ def _cost_fields(plan: RunPlan, folder: Path, *, tokens_per_s: float | None) -> 
         if plan.price_per_hour is not None:
             fields["cost_per_1b_tokens"] = per_1b(plan.price_per_hour, tokens_per_hour)
     return fields
-
-
-def _error(found: float | None, predicted: float | None) -> float | None:
-    return found / predicted - 1 if found is not None and predicted else None
 
 
 def _compared_with_baseline(

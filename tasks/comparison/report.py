@@ -1,10 +1,10 @@
-"""The report of a comparison: a table, its headline, a CSV file and an HTML page."""
+"""The report of a comparison: its table, its headline and its HTML page."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,6 @@ from tasks.display.html_page import write_html
 from tasks.display.numbers import format_amount, format_money
 
 SAME_LOSS = 1e-4  # nats; the order of sums alone can cause a smaller difference
-LARGEST_IS_BEST = {"samples_per_s", "tokens_per_s", "speedup", "scaling_efficiency", "mfu", "matmul_share"}
-SMALLEST_IS_BEST = {
-    "step_ms",
-    "average_memory_gib",
-    "peak_memory_gib",
-    "seconds_to_target",
-    "device_hours_per_1b_tokens",
-    "cost_per_1b_tokens",
-    "cost",
-}
-MONEY = {"cost_per_1b_tokens", "cost"}
-OPTIONAL = MONEY | {"mfu"}  # columns that are left out if no row has a value: no prices, no datasheet
 
 
 def _number(digits: int = 0) -> Callable[[Any], str]:
@@ -50,73 +38,81 @@ def _sizes(values: tuple[int, ...]) -> str:
     return " / ".join(f"{size:,}" for size in sorted(set(values), reverse=True))
 
 
-Column = tuple[str, str, str, Callable[[Any], str]]  # heading, unit or explanation, field, format
+@dataclass(frozen=True)
+class Column:
+    """A column of the report's table. `best`: which value is marked, 1 for the largest, -1 for the smallest.
 
-COLUMNS: tuple[Column, ...] = (
-    ("strategy", "", "strategy", str),
-    ("batch per device", "sequences", "batches_per_device", _sizes),
-    ("total batch", "sequences", "total_batch", _number()),
-    ("speed", "samples/s", "samples_per_s", short_number),
-    ("average memory", "GiB", "average_memory_gib", _number(2)),
-    ("steps to target", "", "steps_to_target", _number()),
-    ("time to target", "s", "seconds_to_target", _number(1)),
-    ("speed", "tokens/s", "tokens_per_s", short_number),
-    ("step", "ms", "step_ms", _number(1)),
-    ("speed-up", "vs one device", "speedup", lambda value: f"{value:.2f}x"),
-    ("scaling", "efficiency", "scaling_efficiency", _percent),
-    ("MFU", "of the datasheet's peak", "mfu", _percent),
-    ("matmul", "of measured rate", "matmul_share", _percent),
-    ("device hours", "per 1B tokens", "device_hours_per_1b_tokens", format_amount),
-    ("cost", "per 1B tokens", "cost_per_1b_tokens", str),
-    ("cost", "of the run", "cost", str),
-    ("device", "utilisation", "device_utilisation", _percent),
-    ("exposed", "comm., ms", "exposed_communication_ms", _number(1)),
-    ("sent", "MiB a step", "communication_mib", short_number),
-    ("peak memory", "GiB", "peak_memory_gib", _number(2)),
-    ("speed", "vs predicted", "speed_error", _signed_percent),
-    ("memory", "vs predicted", "memory_error", _signed_percent),
-    ("loss", "at the end", "loss", _number(3)),
+    `brief`: the terminal shows it. `planned`: the page shows it in the table of plans. `optional`: it is left out if no
+    row has a value, as without prices or a datasheet. `money`: an amount in the row's currency.
+    """
+
+    field: str
+    heading: str
+    unit: str = ""
+    shown: Callable[[Any], str] = str
+    best: int = 0
+    brief: bool = True
+    planned: bool = False
+    optional: bool = False
+    money: bool = False
+
+    def cell(self, row: StrategyRow) -> str:
+        """The formatted value; empty if it is unknown."""
+        value = getattr(row, self.field)
+        if value is None or value == "":
+            return ""
+        if self.money:
+            return format_money(value, row.currency)
+        return self.shown(value) + (f" x {row.accumulation:,}" if self.field == "micro_batches" else "")
+
+
+_more = partial(Column, brief=False)
+_plan = partial(Column, brief=False, planned=True)
+COST = Column("cost_per_1b_tokens", "cost", "per 1B tokens", best=-1, optional=True, money=True)
+COLUMNS = (
+    Column("strategy", "strategy"),
+    Column("batches_per_device", "batch per device", "sequences", _sizes),
+    Column("total_batch", "total batch", "sequences", _number()),
+    Column("samples_per_s", "speed", "samples/s", short_number, best=1),
+    Column("average_memory_gib", "average memory", "GiB", _number(2), best=-1),
+    Column("steps_to_target", "steps to target", "", _number()),
+    _more("seconds_to_target", "time to target", "s", _number(1), best=-1),
+    Column("tokens_per_s", "speed", "tokens/s", short_number, best=1),
+    _more("step_ms", "step", "ms", _number(1), best=-1),
+    Column("speedup", "speed-up", "vs one device", lambda value: f"{value:.2f}x", best=1),
+    Column("scaling_efficiency", "scaling", "efficiency", _percent, best=1),
+    Column("mfu", "MFU", "of the datasheet's peak", _percent, best=1, optional=True),
+    Column("matmul_share", "matmul", "of measured rate", _percent, best=1),
+    _more("device_hours_per_1b_tokens", "device hours", "per 1B tokens", format_amount, best=-1),
+    COST,
+    _more("cost", "cost", "of the run", best=-1, optional=True, money=True),
+    _more("device_utilisation", "device", "utilisation", _percent),
+    Column("exposed_communication_ms", "exposed", "comm., ms", _number(1)),
+    _more("communication_mib", "sent", "MiB a step", short_number),
+    Column("peak_memory_gib", "peak memory", "GiB", _number(2), best=-1),
+    _more("speed_error", "speed", "vs predicted", _signed_percent),
+    _more("memory_error", "memory", "vs predicted", _signed_percent),
+    _more("loss", "loss", "at the end", _number(3)),
+    _plan("layout", "layout", "by the plan"),
+    _plan("devices", "devices", "", _number()),
+    _plan("micro_batches", "micro-batch", "x accumulated", _sizes),
+    _plan("precision", "precision"),
+    _plan("predicted_tokens_per_s", "predicted", "tokens/s", short_number),
+    _plan("predicted_step_ms", "predicted", "step, ms", _number(1)),
+    _plan("predicted_exposed_ms", "predicted", "exposed comm., ms", _number(1)),
+    _plan("predicted_memory_gib", "predicted", "GiB", _number(2)),
+    _plan("loss_difference", "loss difference", "largest, to single", lambda value: f"{value:.1e}"),
 )
-NOT_BRIEF = {
-    "step_ms",
-    "device_utilisation",
-    "speed_error",
-    "memory_error",
-    "loss",
-    "seconds_to_target",
-    "communication_mib",
-    "device_hours_per_1b_tokens",
-    "cost",
-}
-MORE_COLUMNS: tuple[Column, ...] = (
-    ("strategy", "", "strategy", str),
-    ("layout", "by the plan", "layout", str),
-    ("devices", "", "devices", _number()),
-    ("micro-batch", "x accumulated", "micro_batches", _sizes),
-    ("precision", "", "precision", str),
-    ("predicted", "tokens/s", "predicted_tokens_per_s", short_number),
-    ("predicted", "step, ms", "predicted_step_ms", _number(1)),
-    ("predicted", "exposed comm., ms", "predicted_exposed_ms", _number(1)),
-    ("predicted", "GiB", "predicted_memory_gib", _number(2)),
-    ("loss difference", "largest, to single", "loss_difference", lambda value: f"{value:.1e}"),
-)
 
 
-def cell(row: StrategyRow, field: str, shown: Callable[[Any], str]) -> str:
-    """The formatted value; empty if it is unknown."""
-    value = getattr(row, field)
-    if value is None or value == "":
-        return ""
-    if field in MONEY:
-        return format_money(value, row.currency)
-    text = shown(value)
-    return f"{text} x {row.accumulation:,}" if field == "micro_batches" else text
-
-
-def _columns(columns: Sequence[Column], rows: Sequence[StrategyRow]) -> list[Column]:
-    """Return the columns to show: the optional ones only if a row has a value."""
-    empty = {field for field in OPTIONAL if all(getattr(row, field) is None for row in rows)}
-    return [column for column in columns if column[2] not in empty]
+def _columns(rows: Sequence[StrategyRow], *, planned: bool = False) -> list[Column]:
+    """Return the columns of the table of figures, or of the table of plans, which names the strategy too."""
+    return [
+        column
+        for column in COLUMNS
+        if (column.planned == planned or column.field == "strategy")
+        and not (column.optional and all(getattr(row, column.field) is None for row in rows))
+    ]
 
 
 def table(comparison: Comparison, *, brief: bool = False) -> tuple[list[str], list[list[str]]]:
@@ -124,17 +120,16 @@ def table(comparison: Comparison, *, brief: bool = False) -> tuple[list[str], li
 
     `brief` leaves out columns, so that the table fits a terminal.
     """
-    columns = [column for column in _columns(COLUMNS, comparison.rows) if not brief or column[2] not in NOT_BRIEF]
-    headings = [("\n" if brief else ", ").join(filter(None, (heading, unit))) for heading, unit, _, _ in columns]
+    columns = [column for column in _columns(comparison.rows) if column.brief or not brief]
+    headings = [("\n" if brief else ", ").join(filter(None, (column.heading, column.unit))) for column in columns]
     rows = [
-        [*(cell(row, field, shown) for _, _, field, shown in columns), row.outcome if brief else _outcome(row)]
+        [
+            *(column.cell(row) for column in columns),
+            row.outcome + (f": {row.cause}" if row.cause and not brief else ""),
+        ]
         for row in comparison.rows
     ]
     return [*headings, "outcome"], rows
-
-
-def _outcome(row: StrategyRow) -> str:
-    return row.outcome + (f": {row.cause}" if row.cause else "")
 
 
 def headline(comparison: Comparison) -> str:
@@ -148,8 +143,7 @@ def headline(comparison: Comparison) -> str:
         sentences.append(f"{speed}.")
     priced = [row for row in done if row.cost_per_1b_tokens is not None]
     if cheapest := min(priced, key=lambda row: row.cost_per_1b_tokens or 0.0, default=None):
-        cost = cell(cheapest, "cost_per_1b_tokens", str)
-        sentences.append(f"{cheapest.strategy} is the cheapest: {cost} per 1B tokens.")
+        sentences.append(f"{cheapest.strategy} is the cheapest: {COST.cell(cheapest)} per 1B tokens.")
     others = [row for row in done if row.loss_difference is not None]
     if others and all((row.loss_difference or 0.0) < SAME_LOSS for row in others):
         largest = max(row.loss_difference or 0.0 for row in others)
@@ -166,20 +160,6 @@ def describe_target(comparison: Comparison) -> str:
     return f"The target loss is {comparison.target_loss:.4f} ({which}), for the mean of {WINDOW} logged losses."
 
 
-# Files
-
-
-def write_csv(path: Path, comparison: Comparison) -> None:
-    """Write all fields of all rows, as plain numbers."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(StrategyRow.model_fields))
-    writer.writeheader()
-    for row in comparison.rows:
-        values = {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in row}
-        writer.writerow(values)
-    path.write_text(text.getvalue())
-
-
 def write_page(path: Path, comparison: Comparison, *, chart: Path, config: str) -> None:
     """Write the HTML page. `config`: the YAML text that the command in the report names."""
     write_html(
@@ -189,9 +169,8 @@ def write_page(path: Path, comparison: Comparison, *, chart: Path, config: str) 
         comparison=comparison,
         headline=headline(comparison),
         target=describe_target(comparison),
-        warmup=_warmup(comparison),
-        measured=_figures(comparison.rows, COLUMNS, needs="samples_per_s"),
-        planned=_figures(comparison.rows, MORE_COLUMNS, needs="devices"),
+        measured=_figures(comparison.rows, needs="samples_per_s"),
+        planned=_figures(comparison.rows, planned=True, needs="devices"),
         chart=chart,
         failures=[row for row in comparison.rows if row.outcome != "done"],
         runs=[(row.strategy, row.run_id or "no run", " ".join(row.overrides)) for row in comparison.rows],
@@ -199,23 +178,18 @@ def write_page(path: Path, comparison: Comparison, *, chart: Path, config: str) 
     )
 
 
-def _warmup(comparison: Comparison) -> str:
-    steps = max((row.warmup_steps or 0 for row in comparison.rows), default=0)
-    return f"without the first {steps} steps" if steps > 1 else "without the first step"
-
-
-def _figures(rows: Sequence[StrategyRow], columns: Sequence[Column], *, needs: str) -> dict[str, Any]:
+def _figures(rows: Sequence[StrategyRow], *, planned: bool = False, needs: str) -> dict[str, Any]:
     """Return the heads and rows of a table; a row without the field `needs` shows its outcome instead of cells."""
-    columns = _columns(columns, rows)
-    best = [_best(rows, field) for _, _, field, _ in columns]
+    columns = _columns(rows, planned=planned)
+    best = [_best(rows, column) for column in columns]
     return {
-        "heads": [(heading, unit) for heading, unit, _, _ in columns],
+        "heads": [(column.heading, column.unit) for column in columns],
         "rows": [
             {
                 "strategy": row.strategy,
                 "outcome": row.outcome,
                 "failed": row.outcome != "done",
-                "cells": [cell(row, field, shown) for _, _, field, shown in columns if getattr(row, needs) is not None],
+                "cells": [column.cell(row) for column in columns if getattr(row, needs) is not None],
                 "best": [place for place, winner in enumerate(best) if winner is row],
             }
             for row in rows
@@ -223,8 +197,8 @@ def _figures(rows: Sequence[StrategyRow], columns: Sequence[Column], *, needs: s
     }
 
 
-def _best(rows: Sequence[StrategyRow], field: str) -> StrategyRow | None:
-    known = [row for row in rows if row.outcome == "done" and getattr(row, field) is not None]
-    if len(known) < 2 or field not in LARGEST_IS_BEST | SMALLEST_IS_BEST:
+def _best(rows: Sequence[StrategyRow], column: Column) -> StrategyRow | None:
+    known = [row for row in rows if row.outcome == "done" and getattr(row, column.field) is not None]
+    if len(known) < 2 or not column.best:
         return None
-    return (max if field in LARGEST_IS_BEST else min)(known, key=lambda row: float(getattr(row, field)))
+    return max(known, key=lambda row: column.best * float(getattr(row, column.field)))

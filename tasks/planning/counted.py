@@ -16,13 +16,10 @@ from pathlib import Path
 
 import training
 from tasks.planning.pretrained import config_file
-from tasks.planning.saved_sizes import is_tied, num_saved, sizes_of_saved
-from tasks.store.local_copy import local_copy
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
 from training.node.host_check import count, counted_name, request_name
-from training.planner.model_shape import check_kind, shape_of_hf
-from training.records.model_state import saved_shapes
+from training.planner.model_shape import check_kind
 from training.records.plan import ModelShape
 from training.records.record import DamagedRecord, read_fields
 
@@ -45,8 +42,7 @@ COUNTED_BY = (
 def counted_shape(config: RunConfig) -> ModelShape | None:
     """Return the shape of model.path with its parameters; None if the run has no such model, or nobody could count it.
 
-    Weights in a local folder are counted by the headers of their files. Raises ValueError for a class that cannot be
-    built or planned, and for files that cannot be read.
+    Raises ValueError for a class that cannot be built or planned.
     """
     if not config.model.path:
         return None
@@ -55,9 +51,6 @@ def counted_shape(config: RunConfig) -> ModelShape | None:
     shape = _kept(config, file)
     if shape is None and importlib.util.find_spec("torch") is not None:
         shape = _keep(ModelShape.model_validate_json(count(file, config.objective)), _kept_at(config, file))
-    folder = Path(local_copy(config.model.path, field="model.path")).expanduser()
-    if config.model.init == "pretrained" and any(folder.glob("*.safetensors")):
-        return _of_weights(shape, folder, file)
     return shape
 
 
@@ -81,22 +74,6 @@ def counted_by_hosts(config: RunConfig, *, run_dir: Path) -> Iterator[None]:
     finally:
         request.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
-
-
-def _of_weights(shape: ModelShape | None, folder: Path, file: Path) -> ModelShape:
-    """Return the shape with the count of the folder's weights, or a note if they are not what the class has."""
-    saved = saved_shapes(folder)
-    if shape is None:
-        hf = read_fields(file)
-        if not hf.get("vocab_size"):
-            raise ValueError(f"{file} has no vocab_size: add it, the number of the embedding's rows")
-        shape = shape_of_hf(hf, vocab_size=int(hf["vocab_size"])).model_copy(update={"tied": is_tied(saved, hf)})
-        return shape.model_copy(update={"sizes": sizes_of_saved(saved, hf, shape)})
-    sizes, total = shape.sizes, num_saved(saved)
-    again = total - sizes.parameters - sizes.buffers
-    agree = again in {0, shape.vocab_size * shape.width if sizes.tied else 0}  # some save a tied matrix twice
-    counted = "safetensors headers" if agree else f"{sizes.counted}; its safetensors files have {total:,} numbers"
-    return shape.model_copy(update={"sizes": sizes.model_copy(update={"counted": counted})})
 
 
 # The counts that are kept

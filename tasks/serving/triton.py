@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import StrictUndefined, Template
+
 from training.config.serving import TritonConfig
 from training.records.record import write_atomically
 from training.records.results import ExportedModel
 
 TYPES = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32", "tensor(float16)": "TYPE_FP16"}
+TEMPLATE = Path(__file__).with_name("triton_model.pbtxt.j2")
 WARM_UP_TOKENS = 8
-
-
-class EnumValue(str):
-    """A value of an enum, which the text format writes without quotes."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class TensorSpec:
 
     name: str
     type: str
-    dims: tuple[int, ...]
+    dims: list[int]
 
 
 def write_repository(export_dir: Path, target: Path, *, name: str, version: int, config: TritonConfig) -> list[Path]:
@@ -69,7 +68,7 @@ def write_repository(export_dir: Path, target: Path, *, name: str, version: int,
             folder = target / (model + suffix)
             _place(export_dir, folder / str(version), needed)
             settings = model_config(folder.name, backend, inputs, outputs, config)
-            write_atomically(folder / "config.pbtxt", text_format(settings))
+            write_atomically(folder / "config.pbtxt", settings)
             folders.append(folder)
     return folders
 
@@ -101,7 +100,7 @@ def onnx_tensors(path: Path) -> tuple[list[TensorSpec], list[TensorSpec]]:
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def specs(found: Sequence[Any]) -> list[TensorSpec]:
-        sizes = [tuple(size if isinstance(size, int) else -1 for size in tensor.shape[1:]) for tensor in found]
+        sizes = [[size if isinstance(size, int) else -1 for size in tensor.shape[1:]] for tensor in found]
         return [TensorSpec(tensor.name, TYPES[tensor.type], dims) for tensor, dims in zip(found, sizes, strict=True)]
 
     return specs(session.get_inputs()), specs(session.get_outputs())
@@ -109,81 +108,27 @@ def onnx_tensors(path: Path) -> tuple[list[TensorSpec], list[TensorSpec]]:
 
 def model_config(
     name: str, backend: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], config: TritonConfig
-) -> dict[str, Any]:
-    """Return a ModelConfig message (model_config.proto) as nested dicts and lists."""
-    settings: dict[str, Any] = {
-        "name": name,
-        "backend": backend,
-        "max_batch_size": config.max_batch_size,
-        "input": [_tensor(tensor) for tensor in inputs],
-        "output": [_tensor(tensor) for tensor in outputs],
-        "dynamic_batching": {"max_queue_delay_microseconds": config.max_queue_delay_us},
-        "instance_group": [_instances(backend, config, has_cache=has_cache(inputs))],
-        "version_policy": {"latest": {"num_versions": config.keep_versions}},
-    }
-    if config.warm_up:
-        batches = sorted({1, config.max_batch_size})
-        settings["model_warmup"] = [_warm_up(inputs, batch) for batch in batches]
-    return settings
+) -> str:
+    """Return config.pbtxt: a ModelConfig message (model_config.proto) in Protobuf's text format.
 
+    A warm-up is a batch of zeros: texts of 8 tokens, or one token after a cache of 8; the attention mask covers both.
+    """
+    has_cache = any(tensor.name == "attention_mask" for tensor in inputs)  # the inputs of a decode graph
+    new = 1 if has_cache else WARM_UP_TOKENS
 
-def has_cache(inputs: Sequence[TensorSpec]) -> bool:
-    """Return whether these are inputs of a decode graph, which takes the keys and values of the text so far."""
-    return any(tensor.name == "attention_mask" for tensor in inputs)
-
-
-def _tensor(tensor: TensorSpec) -> dict[str, Any]:
-    return {"name": tensor.name, "data_type": EnumValue(tensor.type), "dims": list(tensor.dims)}
-
-
-def _instances(backend: str, config: TritonConfig, *, has_cache: bool) -> dict[str, Any]:
-    """Return the instance group. TensorRT needs a GPU; KIND_AUTO uses every GPU of the host, or else the CPU."""
-    kind = "gpu" if config.gpus or backend == "tensorrt" else config.device
-    group: dict[str, Any] = {"kind": EnumValue(f"KIND_{kind.upper()}"), "count": config.instances}
-    if backend == "tensorrt" and has_cache:  # instances use only the first profile if none is listed
-        group["profile"] = ["0", "1"]
-    return group | ({"gpus": list(config.gpus)} if config.gpus else {})
-
-
-def _warm_up(inputs: Sequence[TensorSpec], batch: int) -> dict[str, Any]:
-    """Return a batch of zeros: texts of 8 tokens, or one token after a cache of 8; the mask covers both."""
-    new = 1 if has_cache(inputs) else WARM_UP_TOKENS
-
-    def sizes(tensor: TensorSpec) -> list[int]:
+    def warm_up_dims(tensor: TensorSpec) -> list[int]:
         cached = WARM_UP_TOKENS if tensor.name.startswith("past_key_values") else new
         tokens = WARM_UP_TOKENS + new if tensor.name == "attention_mask" else cached
         return [tokens if size < 0 else size for size in tensor.dims]
 
-    return {
-        "name": f"batch-{batch}",
-        "batch_size": batch,
-        "inputs": [
-            {
-                "key": tensor.name,
-                "value": {"data_type": EnumValue(tensor.type), "dims": sizes(tensor), "zero_data": True},
-            }
-            for tensor in inputs
-        ],
-    }
-
-
-def text_format(message: Mapping[str, Any], indent: str = "") -> str:
-    """Write nested messages in Protobuf's text format; lists of messages become repeated fields."""
-    lines = []
-    for key, value in message.items():
-        for one in value if isinstance(value, list) and value and isinstance(value[0], Mapping) else [value]:
-            if isinstance(one, Mapping):
-                lines.append(f"{indent}{key} {{\n{text_format(one, indent + '  ')}{indent}}}\n")
-            else:
-                lines.append(f"{indent}{key}: {_literal(one)}\n")
-    return "".join(lines)
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, EnumValue):
-        return str(value)
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list):
-        return f"[ {', '.join(_literal(one) for one in value)} ]"
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    template = Template(TEMPLATE.read_text(), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    return template.render(
+        name=name,
+        backend=backend,
+        inputs=inputs,
+        outputs=outputs,
+        config=config,
+        has_cache=has_cache,
+        batches=sorted({1, config.max_batch_size}) if config.warm_up else (),
+        warm_up_dims=warm_up_dims,
+    )

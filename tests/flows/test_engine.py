@@ -1,4 +1,4 @@
-"""Tokenization by Prefect's task runners: the same bytes from threads, processes, Dask and Ray, whatever is killed."""
+"""Tokenization by Prefect's task runners: the same bytes from processes, Dask and Ray, whatever is killed."""
 
 from __future__ import annotations
 
@@ -121,10 +121,9 @@ def dask_cluster(tmp_path: Path) -> Iterator[Callable[..., DaskCluster]]:
     [
         {"processes": 1},
         {"processes": 2},
-        {"processes": 3, "engine": {"kind": "threads"}},
         {"processes": 2, "engine": {"kind": "dask"}},
     ],
-    ids=["1 process", "2 processes", "3 threads", "Dask on this machine"],
+    ids=["1 process", "2 processes", "Dask on this machine"],
 )
 def test_every_engine_makes_the_same_bytes(
     run: Tokenization, expected: dict[str, bytes], fields: dict[str, Any]

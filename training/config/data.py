@@ -232,13 +232,13 @@ def known_encoding(name: str) -> str:
 
 
 class EngineConfig(Section):
-    """The engine that tokenizes the corpus: processes or threads of this machine, or a cluster."""
+    """The engine that tokenizes the corpus: processes of this machine, or a cluster."""
 
-    kind: Literal["local", "threads", "dask", "ray"] = Field(
+    kind: Literal["local", "dask", "ray"] = Field(
         "local",
-        description="What tokenizes the corpus. local: processes on this machine. threads: threads of one "
-        "process. dask, ray: a cluster, whose workers have Shardline installed and see the corpus "
-        "and SHARDLINE_HOME under the same paths. All of them give the same tokens.",
+        description="What tokenizes the corpus. local: processes on this machine. dask, ray: a cluster, "
+        "whose workers have Shardline installed and see the corpus and SHARDLINE_HOME under the same paths. All of "
+        "them give the same tokens.",
     )
     address: str = Field(
         "",
@@ -248,9 +248,9 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def check(self) -> EngineConfig:
-        if self.address and self.kind not in ("dask", "ray"):
+        if self.address and self.kind == "local":
             raise ValueError(
-                f"data.engine.address = {self.address} is a cluster's, data.engine.kind = {self.kind} this machine: "
+                f"data.engine.address = {self.address} is a cluster's, data.engine.kind = local this machine: "
                 "set data.engine.kind to dask or ray, or leave the address empty"
             )
         return self

@@ -22,7 +22,7 @@ ASSUMED = {
     "cuda": {"matmul": 50.0, "memory": 900.0, "inside": 20.0, "network": 10.0, "inside_us": 20.0, "network_us": 60.0},
 }
 LINKS = ("allreduce_gb_per_s", "allreduce_latency_us", "network_gb_per_s", "network_latency_us")
-ALIKE = 1.15  # devices of one name whose rates or memory differ by less are alike: by chance, equal ones do by 10%
+SAME_DEVICE = 1.15  # devices of one name are alike if no figure differs by more: by chance, equal ones do by 10%
 # Of the rate of fp32 products, heads of 32 to 128: 80 of 235 GFLOP/s a core; in bf16, on a CPU that has it, 60.
 CPU_ATTENTION, CPU_ATTENTION_16_BITS = 0.34, 0.25
 # Of the rate of products, by the first digit of the compute capability: what torch's attention reaches forward and
@@ -40,6 +40,11 @@ HOST_ADAM_GB_PER_S = 20.0  # bytes that an optimizer on the host moves
 # each hop over NVLink, over PCIe and between hosts. Without it choices among published layouts are 1% slower.
 START_US, HOP_US = 8.4, (3.4, 5.7, 14.0)
 NVLINK_FROM_GB_PER_S = 60.0  # faster rings in a host use NVLink: 16 lanes of PCIe 5 carry 64
+
+
+def are_alike(some: Sequence[float], others: Sequence[float], *, factor: float = SAME_DEVICE) -> bool:
+    """Whether of each pair of figures the larger one is at most `factor` times the smaller one."""
+    return all(max(pair) <= factor * min(pair) for pair in zip(some, others, strict=True))
 
 
 @dataclass(frozen=True)

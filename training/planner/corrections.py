@@ -18,6 +18,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from training.config.run import RunConfig
+from training.planner.cluster import are_alike
 from training.planner.job import Layout
 from training.records.correction import Correction, Measurement, Priced
 from training.records.inventory import Host, Inventory
@@ -27,7 +28,7 @@ from training.records.words import counted
 
 LEAST, MOST = 2 / 3, 3 / 2  # of a factor: what is further off is a defect, of the run or of the cost model
 LAST_RUNS = 5  # of a layout, of which the median counts
-ALIKE = 4.0  # jobs are alike if neither one's step has more than so many times the operations of the other's
+SIMILAR_JOB = 4.0  # a run corrects the prices of jobs whose step has at most 4 times its operations, at least 1/4
 MIN_STEPS, MIN_ROWS = 20, 3  # after an attempt's first step, which compiles and allocates
 STEADY = 0.25  # of the median step: the distance of the quartiles where nothing else used the machine now and then
 
@@ -60,12 +61,6 @@ def describe_kind(config: RunConfig, layout: Layout) -> str:
     return ", ".join(words)
 
 
-def _are_alike(one: Priced, other: Priced) -> bool:
-    """Whether what ran as `one` tells of the prices of `other`."""
-    same = bool(one.machine) and (one.machine, one.job) == (other.machine, other.job)
-    return same and 1 / ALIKE <= one.step_flops / other.step_flops <= ALIKE
-
-
 # Factors
 
 
@@ -96,8 +91,10 @@ def corrections_of(measurements: Sequence[Measurement], wanted: Priced) -> Corre
     """The corrections that these measurements give for the job and the machine of `wanted`."""
     runs: dict[str, list[Measurement]] = {}
     for each in measurements:
-        if _are_alike(each.priced, wanted):
-            runs.setdefault(each.priced.layout, []).append(each)
+        ran = each.priced
+        same = bool(ran.machine) and (ran.machine, ran.job) == (wanted.machine, wanted.job)
+        if same and are_alike((ran.step_flops,), (wanted.step_flops,), factor=SIMILAR_JOB):
+            runs.setdefault(ran.layout, []).append(each)
     if not runs:
         return NO_CORRECTIONS
     by_kind = {kind: _median(of_kind, wanted) for kind, of_kind in runs.items()}

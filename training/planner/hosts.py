@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from training.planner.chosen_layout import ChosenLayout
-from training.planner.cluster import ALIKE, matmul_tflops
+from training.planner.cluster import are_alike, matmul_tflops
 from training.planner.precision import BY_SUPPORT
 from training.planner.price.pricing import DoesNotFit, best_first
 from training.planner.question import Question
@@ -37,7 +37,7 @@ def best_hosts(question: Question, plan: Callable[[Question], ChosenLayout]) -> 
     for hosts in [everything, *_sets_of_hosts(question)]:
         if found:
             least_s = _least_s(question, hosts)
-            if is_possible and _are_alike(everything):
+            if is_possible and _is_one_kind(everything):
                 more = LEAST_COMPUTING * len(everything) / len(hosts)
                 least_s = max(least_s, more * found[0].computing_s)
             if least_s >= min(each.step_s for each in found):
@@ -55,9 +55,9 @@ def best_hosts(question: Question, plan: Callable[[Question], ChosenLayout]) -> 
     of_all, best = found[0] if is_possible else None, best_first([each.best for each in found])[0]
     fastest = next(each for each in found if each.best is best)
     taken = fastest if of_all is None or _may_choose(question) else of_all
-    others = [] if _are_alike(everything) else [each for each in found if each is not of_all and each is not fastest]
+    others = [] if _is_one_kind(everything) else [each for each in found if each is not of_all and each is not fastest]
     why = why_hosts(everything, taken, fastest, of_all, others) if of_all else why_without(taken, everything, refusal)
-    if fastest is not of_all and _are_alike(everything):
+    if fastest is not of_all and _is_one_kind(everything):
         why += why_less_sent(_less_sent(question, plan), fastest)
     return taken, why
 
@@ -94,7 +94,9 @@ def _sets_of_hosts(question: Question) -> Iterator[tuple[Host, ...]]:
     if is_pinned or len(hosts) == 1 or not all(host.network_gb_per_s for host in hosts):
         return
     for some in _by_kind(hosts):
-        sizes = [len(some) >> halving for halving in range(len(some).bit_length())] if _are_alike(some) else [len(some)]
+        sizes = (
+            [len(some) >> halving for halving in range(len(some).bit_length())] if _is_one_kind(some) else [len(some)]
+        )
         for size in sizes:
             if max(1, config.launch.min_hosts) <= size < len(hosts):
                 yield some[:size]
@@ -111,7 +113,7 @@ def _by_kind(hosts: Sequence[Host]) -> list[tuple[Host, ...]]:
     return [tuple(host for host, kind in zip(hosts, kinds, strict=True) if kind in some) for some in combined]
 
 
-def _are_alike(hosts: Sequence[Host]) -> bool:
+def _is_one_kind(hosts: Sequence[Host]) -> bool:
     return len(set(kinds_of(hosts))) == 1
 
 
@@ -121,7 +123,7 @@ def kinds_of(hosts: Sequence[Host]) -> list[int]:
     kinds, number = list[int](), itertools.count()
     for host in hosts:
         same = found.setdefault(tuple(device.name for device in host.devices), [])
-        kind = next((kind for kind, other in same if are_alike(host.devices[0], other.devices[0])), None)
+        kind = next((kind for kind, other in same if are_alike(_figures(host), _figures(other))), None)
         if kind is None:
             kind = next(number)
             same.append((kind, host))
@@ -129,12 +131,8 @@ def kinds_of(hosts: Sequence[Host]) -> list[int]:
     return kinds
 
 
-def are_alike(one: Device, other: Device) -> bool:
-    """Whether devices have one name, and rates and memory that differ by less than ALIKE."""
-    if one is other:
-        return True
-    pairs = [(best_tflops(one), best_tflops(other)), (one.memory_gib, other.memory_gib)]
-    return one.name == other.name and all(a == b or 1 / ALIKE < a / max(b, 1e-9) < ALIKE for a, b in pairs)
+def _figures(host: Host) -> tuple[float, float]:
+    return best_tflops(host.devices[0]), host.devices[0].memory_gib
 
 
 def best_tflops(device: Device) -> float:

@@ -113,7 +113,7 @@ def _price(layouts: Iterable[tuple[RankPrices, Layout]]) -> list[PricedLayout]:
         axes = (layout.tp, layout.pp, layout.cp, layout.stages_per_rank, layout.sequence_parallel)
         same = (layout.strategy, *axes, layout.micro_batch)
         less = ((recompute - 1, offload), (recompute, offload - 1), (recompute, min(0, offload - 1)))
-        bound_s = max(least_s.get((same, *each), 0.0) for each in less) if by_rank.are_alike else 0.0
+        bound_s = max(least_s.get((same, *each), 0.0) for each in less) if by_rank.is_uniform else 0.0
         if bound_s <= slowest_s:
             found[number] = each = by_rank.price(layout)
             bound_s = each.step_s - each.seconds.get("pipeline bubble", 0.0) if each.fits else 0.0

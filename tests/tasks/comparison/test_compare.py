@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 
 from tasks.comparison.compare import Comparison, StrategyOutcome, StrategyRow, compare_runs, one_device, outcome_of
-from tasks.comparison.report import headline, table, write_csv, write_page
+from tasks.comparison.report import headline, table, write_page
 from tasks.comparison.strategies import read_strategies
 from tasks.planning.price import RunCost
 from tasks.runs.errors import RunFailed, RunStopped
@@ -195,15 +194,6 @@ def comparison(folders: dict[str, Path]) -> Comparison:
         open_mlflow="mlflow ui",
         report="comparison.html",
     )
-
-
-def test_csv_has_plain_numbers(comparison: Comparison, tmp_path: Path) -> None:
-    write_csv(tmp_path / "comparison.csv", comparison)
-    with (tmp_path / "comparison.csv").open() as file:
-        rows = {row["strategy"]: row for row in csv.DictReader(file)}
-    assert float(rows["ddp"]["speedup"]) == 1.5
-    assert rows["tp2"]["cause"] == REFUSED.cause
-    assert rows["tp2"]["samples_per_s"] == ""
 
 
 def test_the_page_is_one_file_and_says_what_failed(comparison: Comparison, tmp_path: Path) -> None:

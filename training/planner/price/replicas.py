@@ -11,11 +11,12 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import fmean
 
 from training.config.parallel import Precision
 from training.facts.shares import largest_that_fits, split_by_speed
-from training.planner.cluster import ALIKE, MEMORY_SHARE, Cluster, cluster_of
+from training.planner.cluster import MEMORY_SHARE, Cluster, are_alike, cluster_of
 from training.planner.corrections import correct_memory, correct_seconds
 from training.planner.job import Layout
 from training.planner.precision import ChosenPrecision
@@ -70,7 +71,7 @@ class RankPrices:
         self.largest = functools.cache(self._largest)
 
     @property
-    def are_alike(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether one replica's price is that of all, and no earlier run corrects it."""
         alike = len(self.kinds) == 1 and isinstance(self.config.parallel.shares, str)
         return alike and not self.question.corrections.by_kind
@@ -291,11 +292,12 @@ def rank_devices(
                 devices, number = (host.devices, ranks) if inventory.device_kind == "cpu" else ((device,), 1)
                 only = Inventory(hosts=(host.model_copy(update={"devices": devices}),))
                 alone[keys[-1]] = device, cluster_of(only, (number,), precision=precision.of(device))
+    figures = attrgetter("matmul_tflops", "memory_gib")
     kinds = list[list[int]]()
     for key, (device, own) in alone.items():
         for kind in kinds:
             other, cluster = alone[kind[0]]
-            if device.name == other.name and _are_alike(own, cluster):
+            if device.name == other.name and are_alike(figures(own), figures(cluster)):
                 kind.append(key)
                 break
         else:
@@ -316,8 +318,3 @@ def rank_devices(
         found.append(RankDevice(device.name, precision.of(device), cluster))
     number_of = {key: number for number, kind in enumerate(kinds) for key in kind}
     return found, [number_of[key] for key in keys]
-
-
-def _are_alike(one: Cluster, other: Cluster) -> bool:
-    pairs = ((one.matmul_tflops, other.matmul_tflops), (one.memory_gib, other.memory_gib))
-    return all(1 / ALIKE < a / b < ALIKE for a, b in pairs)
