@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.config.serving import TritonConfig
 from training.records.record import write_atomically
 from training.records.results import ExportedModel
 
 TYPES = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32", "tensor(float16)": "TYPE_FP16"}
+MAX_BATCH = 8  # TensorRT engines take as many (training/exports/tensorrt.py)
+QUEUE_US = 500  # the wait of a request for others, below the time of any model's step
 WARM_UP_TOKENS = 8
 
 
@@ -37,17 +38,16 @@ class TensorSpec:
     dims: tuple[int, ...]
 
 
-def write_repository(export_dir: Path, target: Path, *, name: str, version: int, config: TritonConfig) -> list[Path]:
+def write_repository(export_dir: Path, target: Path, *, name: str, version: int) -> list[Path]:
     """Write the models for `tritonserver --model-repository` and return their folders; other versions are kept.
 
-    Raises ValueError if `export_dir` holds no export, or if GPUs are named for a model that runs on the CPU.
+    A config.pbtxt of a version before stays, with what somebody changed in it, while the tensors in it are this
+    version's. Raises ValueError if `export_dir` holds no export.
     """
     if not (export_dir / "export.json").is_file():
         raise ValueError(
             f"{export_dir} has no export.json, so it holds no exported model: a run's export stage makes one"
         )
-    if config.device == "cpu" and config.gpus:
-        raise ValueError(f"gpus = {list(config.gpus)} with device = cpu: leave one of them out")
     exported = ExportedModel.read(export_dir / "export.json")
     folders = []
     # A batch graph writes to its cache in place, which Triton's inputs do not allow.
@@ -68,8 +68,10 @@ def write_repository(export_dir: Path, target: Path, *, name: str, version: int,
         for backend, suffix, needed in backends:
             folder = target / (model + suffix)
             _place(export_dir, folder / str(version), needed)
-            settings = model_config(folder.name, backend, inputs, outputs, config)
-            write_atomically(folder / "config.pbtxt", text_format(settings))
+            tensors, settings = model_config(folder.name, backend, inputs, outputs)
+            path = folder / "config.pbtxt"
+            if not path.exists() or text_format(tensors) not in path.read_text():
+                write_atomically(path, text_format(tensors | settings))
             folders.append(folder)
     return folders
 
@@ -108,23 +110,26 @@ def onnx_tensors(path: Path) -> tuple[list[TensorSpec], list[TensorSpec]]:
 
 
 def model_config(
-    name: str, backend: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], config: TritonConfig
-) -> dict[str, Any]:
-    """Return a ModelConfig message (model_config.proto) as nested dicts and lists."""
-    settings: dict[str, Any] = {
+    name: str, backend: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a ModelConfig message (model_config.proto) in two parts, as nested dicts and lists: tensors, and all else.
+
+    KIND_AUTO uses every GPU of the host, or else the CPU; TensorRT needs a GPU. Before a model counts as ready, the
+    smallest and the largest batch run once.
+    """
+    tensors = {"input": [_tensor(tensor) for tensor in inputs], "output": [_tensor(tensor) for tensor in outputs]}
+    instances: dict[str, Any] = {"kind": EnumValue("KIND_GPU" if backend == "tensorrt" else "KIND_AUTO"), "count": 1}
+    if backend == "tensorrt" and has_cache(inputs):  # instances use only the first profile if none is listed
+        instances["profile"] = ["0", "1"]
+    return tensors, {
         "name": name,
         "backend": backend,
-        "max_batch_size": config.max_batch_size,
-        "input": [_tensor(tensor) for tensor in inputs],
-        "output": [_tensor(tensor) for tensor in outputs],
-        "dynamic_batching": {"max_queue_delay_microseconds": config.max_queue_delay_us},
-        "instance_group": [_instances(backend, config, has_cache=has_cache(inputs))],
-        "version_policy": {"latest": {"num_versions": config.keep_versions}},
+        "max_batch_size": MAX_BATCH,
+        "dynamic_batching": {"max_queue_delay_microseconds": QUEUE_US},
+        "instance_group": [instances],
+        "version_policy": {"latest": {"num_versions": 1}},
+        "model_warmup": [_warm_up(inputs, batch) for batch in (1, MAX_BATCH)],
     }
-    if config.warm_up:
-        batches = sorted({1, config.max_batch_size})
-        settings["model_warmup"] = [_warm_up(inputs, batch) for batch in batches]
-    return settings
 
 
 def has_cache(inputs: Sequence[TensorSpec]) -> bool:
@@ -134,15 +139,6 @@ def has_cache(inputs: Sequence[TensorSpec]) -> bool:
 
 def _tensor(tensor: TensorSpec) -> dict[str, Any]:
     return {"name": tensor.name, "data_type": EnumValue(tensor.type), "dims": list(tensor.dims)}
-
-
-def _instances(backend: str, config: TritonConfig, *, has_cache: bool) -> dict[str, Any]:
-    """Return the instance group. TensorRT needs a GPU; KIND_AUTO uses every GPU of the host, or else the CPU."""
-    kind = "gpu" if config.gpus or backend == "tensorrt" else config.device
-    group: dict[str, Any] = {"kind": EnumValue(f"KIND_{kind.upper()}"), "count": config.instances}
-    if backend == "tensorrt" and has_cache:  # instances use only the first profile if none is listed
-        group["profile"] = ["0", "1"]
-    return group | ({"gpus": list(config.gpus)} if config.gpus else {})
 
 
 def _warm_up(inputs: Sequence[TensorSpec], batch: int) -> dict[str, Any]:

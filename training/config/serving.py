@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -129,26 +129,3 @@ class ServeConfig(Section):
         """Return the config of a server that clients may also ask under the name that it listens on."""
         serving = self.serving.model_copy(update={"host_names": (*self.serving.host_names, host)})
         return self.model_copy(update={"serving": serving})
-
-
-class TritonConfig(Section):
-    """The settings of `shardline triton`, given as field=value."""
-
-    max_batch_size: int = Field(
-        8, ge=1, le=1024, description="Maximum number of requests that Triton combines into one batch."
-    )
-    max_queue_delay_us: int = Field(
-        500, ge=0, description="Microseconds that a request may wait for others to join its batch."
-    )
-    device: Literal["auto", "cpu", "gpu"] = Field(
-        "auto", description="Where Triton runs the model. auto: on GPUs if it finds any, else on the CPU."
-    )
-    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (), description="Indices of the GPUs to use; empty means every GPU that Triton sees."
-    )
-    instances: int = Field(1, ge=1, le=64, description="Number of copies of the model on each GPU, or on the CPU.")
-    keep_versions: int = Field(1, ge=1, le=100, description="Number of newest versions that are served.")
-    warm_up: bool = Field(
-        True,
-        description="Before a model counts as ready, run it once at the smallest and once at the largest batch size.",
-    )
