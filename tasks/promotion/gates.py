@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from training.config.promotion import GatesConfig, TaskFloor
+from training.config.promotion import GatesConfig
 from training.records.words import counted
 
 PASSED, NOT_PASSED = "passed", "not passed"  # the first word of a verdict
@@ -153,19 +153,19 @@ def _other_data(challenger: Candidate, champion: Candidate) -> str:
     )
 
 
-def check_tasks(scores: Mapping[str, float], floors: tuple[TaskFloor, ...]) -> Check:
+def check_tasks(scores: Mapping[str, float], floors: Mapping[str, float]) -> Check:
     """Check that every task of gates.tasks was evaluated and reaches its score."""
     texts = []
     passed = True
-    for floor in floors:
-        key = f"{floor.task}/{floor.metric}"
+    floors = {name if "/" in name else f"{name}/acc": floor for name, floor in floors.items()}
+    for key, floor in floors.items():
         score = scores.get(key)
-        reached = score is not None and score >= floor.at_least
+        reached = score is not None and score >= floor
         passed &= reached
         value = "not evaluated" if score is None else f"{score:.4f}"
-        texts.append(f"{key} {value}, {'at least' if reached else 'needed: at least'} {floor.at_least:g}")
-    missing = any(f"{floor.task}/{floor.metric}" not in scores for floor in floors)
-    known = f" (evaluated: {', '.join(sorted(scores)) or 'no task'}; evaluation.tasks asks for more)" if missing else ""
+        texts.append(f"{key} {value}, {'at least' if reached else 'needed: at least'} {floor:g}")
+    asks = f" (evaluated: {', '.join(sorted(scores)) or 'no task'}; evaluation.tasks asks for more)"
+    known = "" if floors.keys() <= scores.keys() else asks
     return Check("tasks", passed, ", ".join(texts) + known)
 
 

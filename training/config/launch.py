@@ -116,7 +116,6 @@ class LaunchConfig(Section):
         "the host has it; a host that has InfiniBand adapters but no /dev/infiniband is refused. "
         "An empty list means none, so that NCCL uses TCP.",
     )
-    pids: int = Field(4096, ge=64, description="Maximum number of processes and threads in a container.")
     nccl: dict[NcclName, str] = Field(
         {}, description="Additional environment variables for NCCL and its transports, e.g. {NCCL_IB_HCA: mlx5_0}."
     )
@@ -129,16 +128,6 @@ class LaunchConfig(Section):
     wait_s: float = Field(600.0, ge=0, description="Seconds to wait for required hosts that do not answer.")
     attempts: int = Field(
         5, ge=1, le=1000, description="Maximum number of attempts in a row that save no new checkpoint."
-    )
-    backoff_s: float = Field(
-        1.0,
-        ge=0,
-        description="Seconds to wait before the second attempt. The wait doubles with each further attempt, up to "
-        "one minute.",
-    )
-    retried: tuple[Cause, ...] = Field(
-        ("lost host", "network", "daemon", "killed", "timeout", "gpu fault"),
-        description="Causes of failure after which training is started again.",
     )
     lost_after_s: float = Field(
         20.0,

@@ -72,9 +72,6 @@ class ServingConfig(Section):
         description="Seconds that a request may take in all: its body, a chat's template, a grammar, the wait for a "
         "free place, and all of its texts.",
     )
-    keep_alive_s: float = Field(
-        75, gt=0, description="Seconds that an idle connection stays open for a client's next request."
-    )
     cors_origins: tuple[str, ...] = Field(
         (),
         description="Origins whose web pages may call this server from a browser, such as https://example.org; "
@@ -86,7 +83,6 @@ class ServingConfig(Section):
         "names without a dot, those of this machine, and those that end in .local, .internal or .svc need not be "
         "listed; a request for another host is refused, as a page of another site could send it.",
     )
-    drain_s: float = Field(30, ge=0, description="Seconds to let running requests finish after SIGTERM.")
     poll_s: float = Field(5, gt=0, description="Seconds between checks of the alias.")
     token_file: str = Field(
         "",

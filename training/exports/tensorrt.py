@@ -50,8 +50,8 @@ def profiles(inputs: dict[str, list[Any]], *, context: int) -> list[dict[str, Sh
     """Return the optimization profiles of a forward or decode graph: ranges of shapes, by input.
 
     `inputs`: the dimensions of each input: numbers, or names like `past + length`. A decode graph gets two profiles:
-    for prompts with an empty cache, and for single tokens with up to the whole context in the cache. One profile for both
-    would reserve memory for prompts of the whole context behind a cache of as many tokens.
+    for prompts with an empty cache, and for single tokens with up to the whole context in the cache. One profile for
+    both would reserve memory for prompts of the whole context behind a cache of as many tokens.
     """
     batches, usual = (1, USUAL_BATCH, MAX_BATCH), min(USUAL_LENGTH, context)
     texts: dict[str, tuple[int, ...]] = {"batch": batches, "length": (1, usual, context)}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tasks.promotion.gates import Candidate, check_latency, gate
-from training.config.promotion import GatesConfig, TaskFloor
+from training.config.promotion import GatesConfig
 
 
 def version(
@@ -100,7 +100,7 @@ def test_verdicts(case: str) -> None:
     ],
 )
 def test_required_tasks(challenger: Candidate, passed: bool, sentence: str) -> None:
-    gates = GatesConfig(tasks=(TaskFloor(task="arc", metric="acc", at_least=0.5),))
+    gates = GatesConfig(tasks={"arc": 0.5})
     verdict = gate(challenger, CHAMPION, gates=gates)
     assert [(check.gate, check.passed) for check in verdict.checks] == [
         ("parity", True), ("loss", True), ("tasks", passed)
