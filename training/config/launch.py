@@ -88,7 +88,9 @@ class LaunchConfig(Section):
     )
     hosts_file: str = Field("", description="Path of a YAML file with a list of hosts, instead of `hosts`.")
     image: str = Field(
-        "", description="Training image, by digest (NAME@sha256:…), ID or name. Every host must have the same image."
+        "",
+        description="Training image, by digest (NAME@sha256:…), ID or name. Every host must have the same image. With "
+        "launcher=slurm it is Pyxis' (srun --container-image); empty then means no container.",
     )
     user: str = Field(
         "",
@@ -187,6 +189,11 @@ class LaunchConfig(Section):
         if self.launcher == "slurm" and self.min_hosts > self.slurm.nodes:
             nodes = self.slurm.nodes
             raise ValueError(f"launch.min_hosts = {self.min_hosts} of launch.slurm.nodes = {nodes}: lower it")
+        if self.launcher == "slurm" and self.image and self.slurm.command_prefix:
+            raise ValueError(
+                f"launch.image = {self.image} and launch.slurm.command_prefix are two ways to run in a container: give "
+                "one of them"
+            )
         if self.user.split(":")[0] == "0":
             raise ValueError(
                 "launch.user = 0 is root: ranks need none of its rights; give a uid that may write the run folder"

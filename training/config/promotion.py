@@ -36,9 +36,6 @@ class GatesConfig(Section):
         description="How far the loss on any single source of the held-out text may lie above the champion's, "
         "in nats per token. Empty means that only the loss on the whole text counts.",
     )
-    max_regression_of: dict[str, float] = Field(
-        {}, description="Bounds for single sources, by name, that replace `max_regression` for them."
-    )
     tasks: dict[str, float] = Field(
         {},
         description="Minimum scores in downstream tasks of the evaluation, by task and metric: {arc_easy/acc: 0.6}. A "

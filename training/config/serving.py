@@ -64,8 +64,11 @@ class ServingConfig(Section):
     max_new_tokens: int = Field(
         4096, ge=1, le=1_000_000, description="Maximum number of new tokens that one request may ask for."
     )
-    max_prompt_chars: int = Field(100_000, ge=1, description="Maximum length of a prompt, in characters.")
-    max_body_bytes: int = Field(1_000_000, ge=1000, description="Maximum size of a request body, in bytes.")
+    max_prompt_chars: int = Field(
+        100_000,
+        ge=1,
+        description="Maximum length of a prompt, in characters. A request's body may have ten bytes for each of them.",
+    )
     timeout_s: float = Field(
         120,
         gt=0,
@@ -89,6 +92,11 @@ class ServingConfig(Section):
         description="Path of a file with the accepted bearer tokens, one per line; empty means that requests need "
         "no token.",
     )
+
+    @property
+    def max_body_bytes(self) -> int:
+        """A character is up to 6 bytes of JSON; the least is room for a short request's other fields."""
+        return max(1000, 10 * self.max_prompt_chars)
 
     @field_validator("cors_origins")
     @classmethod
