@@ -157,11 +157,8 @@ class Bench:
     def __init__(self, state: TrainingState, folder: Path, *, stack: ExitStack) -> None:
         self.state, self.folder, self.number = state, folder, 0
         self.savers = {}
-        for way, asynchronous in (("synchronous", False), ("asynchronous", True)):
-            part = state.plan.config.checkpoint.model_copy(update={"asynchronous": asynchronous})
-            config = state.plan.config.model_copy(update={"checkpoint": part})
-            plan = state.plan.model_copy(update={"config": config})
-            saver = Saver(folder / way, plan=plan, strategy=state.strategy, model=state.model, rank=state.rank)
+        for way in ("synchronous", "asynchronous"):
+            saver = Saver(folder / way, plan=state.plan, strategy=state.strategy, model=state.model, rank=state.rank)
             self.savers[way] = stack.enter_context(saver)
         pinned = state.rank.device.type == "cuda"
         self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
@@ -177,11 +174,13 @@ class Bench:
 
     def begin(self, way: str) -> Callable[[], bool]:
         if way in self.savers:
-            return self._shardline(self.savers[way])
+            return self._shardline(self.savers[way], waits=way == "synchronous")
         return self._torch_save() if way == "torch.save" else self._dcp()
 
-    def _shardline(self, saver: Saver) -> Callable[[], bool]:
+    def _shardline(self, saver: Saver, *, waits: bool) -> Callable[[], bool]:
         saver.save(self.number, tokens=0, val_loss=None)
+        if waits:
+            saver.finish()
 
         def is_done() -> bool:
             saver.advance()

@@ -26,7 +26,7 @@ from flows.cli.command import make_parser
 from tasks.data.contents import CONTENTS, FORMATS
 from tasks.data.decompression import COMPRESSIONS
 from training.config.run import RunConfig
-from training.config.serving import ServeConfig, TritonConfig
+from training.config.serving import ServeConfig
 
 REPO = Path(__file__).parents[1]
 FROM_THE_TOP = {
@@ -38,7 +38,6 @@ FROM_THE_TOP = {
 CONFIGS: dict[str, type[BaseModel]] = {
     "A run: pretrain, plan, resume, compare": RunConfig,
     "A server: serve, generate": ServeConfig,
-    "A Triton repository: triton": TritonConfig,
 }
 TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
 TYPES |= {"array": "list", "object": "mapping", "null": "null"}

@@ -16,7 +16,7 @@ from tasks.runs.folder import flattened
 from tasks.workspace.paths import command
 from training.config.credentials import without_url_credentials
 from training.config.run import RunConfig
-from training.config.serving import EvaluateConfig, ServeConfig, TritonConfig
+from training.config.serving import EvaluateConfig, ServeConfig
 from training.config.size_rule import cleared
 
 C = TypeVar("C", bound=BaseModel)
@@ -59,11 +59,6 @@ def serve_config(overrides: Sequence[str]) -> ServeConfig:
 def evaluate_config(content: dict[str, Any], overrides: Sequence[str]) -> EvaluateConfig:
     """Apply `inference.…`, `evaluation.…` and `data.…` to `content`, in place. Raises as `load_config` does."""
     return _validated(EvaluateConfig, content, overrides)
-
-
-def triton_config(overrides: Sequence[str]) -> TritonConfig:
-    """Apply `field=value` to the defaults. Raises as `load_config` does."""
-    return _validated(TritonConfig, {}, overrides)
 
 
 def command_for_all_steps(config: RunConfig) -> str:

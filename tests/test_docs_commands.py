@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from flows.cli.command import main, parse_command
-from flows.presets import evaluate_config, load_config, presets, serve_config, triton_config, with_overrides
+from flows.presets import evaluate_config, load_config, presets, serve_config, with_overrides
 from tests.support.docs_commands import SHELL, Fence, commands_of, fences
 from tests.support.local_servers import lasting_ports
 from tests.support.repository import REPO
@@ -66,17 +66,15 @@ def check_command(words: list[str], *, exit_code: str) -> None:
         serve_config([text for text in overrides if "=" in text])
     elif command == "evaluate":
         evaluate_config({}, overrides)
-    elif command == "triton":
-        triton_config(overrides)
 
 
 @pytest.mark.parametrize(
     "fence", [fence for fence in fences() if fence.language == "yaml"], ids=lambda fence: fence.place
 )
 def test_configs_are_accepted(fence: Fence) -> None:
-    """Of YAML, what has sections of the config alone; `alerts:` is the file of receivers."""
+    """Of YAML, what has sections of the config alone."""
     content = yaml.safe_load(fence.text)
-    if isinstance(content, dict) and {*content} <= {*RunConfig.model_fields} and {*content} != {"alerts"}:
+    if isinstance(content, dict) and {*content} <= {*RunConfig.model_fields}:
         with_overrides(content, [])
 
 

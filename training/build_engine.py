@@ -59,7 +59,7 @@ def build_engines(folder: Path, *, plan: RunPlan | None) -> EngineReport:
     for kind, precision in graphs_in(folder):
         graph = folder / graph_file(kind, precision)
         started = time.perf_counter()
-        ranges = profiles(onnx_inputs(graph), max_batch=bounds.tensorrt_max_batch, context=exported.context)
+        ranges = profiles(onnx_inputs(graph), context=exported.context)
         plan_bytes = build_engine(graph, ranges, timing_cache=folder.parent / "tensorrt.cache")
         session = EngineSession(plan_bytes)
         tally = Tally(masked=exported.objective == "masked")
@@ -107,9 +107,8 @@ def engine_latency(
     for precision in {precision for _, precision in sessions}:
         of_one = {kind: session for (kind, found), session in sessions.items() if found == precision}
         engines["TensorRT", precision] = session_engine(of_one)
-    batches = [batch for batch in BATCHES if batch <= bounds.tensorrt_max_batch]
     lengths = sorted({min(length, context - 1) for length in LENGTHS})
-    shapes = list(product(dict.fromkeys(kind for kind, _ in sessions), batches, lengths))
+    shapes = list(product(dict.fromkeys(kind for kind, _ in sessions), BATCHES, lengths))
     each = bounds.latency_seconds / max(1, len(shapes))
     return tuple(figure for shape in shapes for figure in in_turns(engines, *shape, seconds=each))
 

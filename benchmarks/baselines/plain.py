@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.baselines.job import Job, Rows, huggingface_model, read_job
+from training.strategies.optim import BETA1
 
 
 def get_batch(job: Job, step: int) -> tuple[Tensor, Tensor]:
@@ -34,7 +35,7 @@ def configure_optimizer(model: nn.Module, job: Job) -> torch.optim.Optimizer:
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     fused = {"fused": True} if job.device.type == "cuda" else {}
-    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(train.beta1, train.beta2), **fused)
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(BETA1, train.beta2), **fused)
 
 
 def main(run_dir: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.baselines.job import Job, Rows, Sequences, huggingface_model, read_job
+from training.strategies.optim import BETA1
 
 
 class Log(TrainerCallback):
@@ -41,7 +42,7 @@ def main(run_dir: Path) -> None:
         learning_rate=train.learning_rate,
         lr_scheduler_type="constant",
         weight_decay=train.weight_decay,
-        adam_beta1=train.beta1,
+        adam_beta1=BETA1,
         adam_beta2=train.beta2,
         max_grad_norm=train.clip_norm,
         logging_steps=train.log_every_steps,

@@ -48,10 +48,7 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         added.add_argument("overrides", nargs="*", metavar="section.field=value", help=help)
 
     about = "write a Triton model repository from a registered model or an export folder"
-    triton = command("triton", _triton, about, "MODEL@ALIAS", "DIR")
-    triton.add_argument(
-        "overrides", nargs="*", metavar="field=value", help="max_batch_size=16 device=gpu gpus=[0,1] ..."
-    )
+    command("triton", _triton, about, "MODEL@ALIAS", "DIR")
 
 
 def _add_evaluate_command(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -192,15 +189,13 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _triton(options: argparse.Namespace) -> None:
-    from flows.presets import triton_config
     from tasks.registry.models import resolve
     from tasks.serving.triton import write_repository
     from tasks.workspace.paths import home, tracking_uri
 
-    config, target = triton_config(options.overrides), Path(options.dir)
     export_dir, name, version = Path(options.model), Path(options.model).resolve().parent.name, 1
     if not export_dir.is_dir():
         model = resolve(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
         export_dir, name, version = model.export_dir, model.name, model.version
-    for folder in write_repository(export_dir, target, name=name, version=version, config=config):
+    for folder in write_repository(export_dir, Path(options.dir), name=name, version=version):
         print(folder)

@@ -325,13 +325,13 @@ def evaluated_beside(plan: RunPlan, run: TrackedRun) -> Iterator[None]:
     if plan.config.evaluation.checkpoints == "none":
         yield
         return
-    sets, timeout_s = beside.held_out_sets(plan), plan.config.evaluation.checkpoint_timeout_s
+    sets = beside.held_out_sets(plan)
 
     def evaluate_one(folder: Path, on_poll: Callable[[], None]) -> None:
         evaluate_checkpoint(int(folder.name), run, partial(beside.measure, folder, plan, sets, on_poll=on_poll))
 
     work = kept_node(run.folder / beside.WORK)
-    with work, beside.checkpoint_evaluator(run.folder, evaluate_one, timeout_s=timeout_s):
+    with work, beside.checkpoint_evaluator(run.folder, evaluate_one):
         yield
     trained = TrainResult.read(run.folder / "result.json")
     for each in beside.evaluations_of(run.folder):
@@ -439,7 +439,6 @@ def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
                     prompt,
                     new_tokens=wanted.sample_tokens,
                     temperature=wanted.temperature,
-                    top_k=wanted.top_k,
                     seed=plan.config.train.seed,
                 )
         except (ValueError, RuntimeError) as error:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0  # between checks for a new checkpoint
 STOP_S = 30.0  # longest wait for an evaluation that was told to end
+LAST_S = 6 * 3600.0  # longest wait for the last checkpoint's: only one that hangs takes so long
 WORK = "beside"  # folder in the run's: the program's plan, attempts and log
 OWN = ""  # among the sets the run's own held-out text
 
@@ -98,7 +99,7 @@ def _hash(checkpoint: Path) -> str:
 
 @contextmanager
 def checkpoint_evaluator(
-    run_dir: Path, evaluate: Callable[[Path, Callable[[], None]], object], *, timeout_s: float
+    run_dir: Path, evaluate: Callable[[Path, Callable[[], None]], object], *, timeout_s: float = LAST_S
 ) -> Iterator[None]:
     """Evaluate checkpoints as they appear in the block, and at its end wait for the last one, for at most `timeout_s`.
 
@@ -133,7 +134,7 @@ def checkpoint_evaluator(
 
     def raise_if_over() -> None:
         if over.is_set():
-            raise RunStopped(f"the run ended, or trained {timeout_s:g} s ago (evaluation.checkpoint_timeout_s)")
+            raise RunStopped(f"the run ended, or trained {timeout_s:g} s ago")
 
     # The copied context names the Prefect run to which the evaluations belong.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="evaluations", daemon=True)

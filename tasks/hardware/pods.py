@@ -114,7 +114,7 @@ def pod_group(
         queue=wanted.queue,
         priority_class=wanted.priority_class,
         node_selector=wanted.node_selector,
-        tolerations=[toleration.model_dump(exclude_defaults=True) for toleration in wanted.tolerations],
+        tolerations=wanted.tolerations,
         image_pull_secrets=wanted.image_pull_secrets,
         service_account=wanted.service_account,
         labels=wanted.labels,

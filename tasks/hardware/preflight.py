@@ -171,7 +171,6 @@ def container_spec(
         shm_gib=shared_memory_gib(host, launch),
         memory_gib=host.memory_gib,
         cpus=host.cpus,
-        pids=launch.pids,
         memlock=launch.memlock,
     )
 

@@ -19,7 +19,7 @@ from tasks.hardware.measure import MEASURE_TIMEOUT_S, last_lines
 from tasks.hardware.measure_hosts import cache_key, measured_once, measuring
 from tasks.hardware.preflight import LEAST_DISK_GIB, HostFacts, HostsNotReady, read_facts, token, unseen_answers
 from tasks.workspace.paths import home
-from training.config.slurm import SlurmConfig
+from training.config.launch import LaunchConfig
 from training.node.host_check import Asked, counting_s
 from training.records.inventory import Inventory, Measured
 from training.records.words import counted
@@ -48,14 +48,15 @@ class JobNodes:
 
     job_id: str
     hosts: Sequence[JobNode]
-    wanted: SlurmConfig
+    launch: LaunchConfig
     run_dir: Path
     port: int
 
 
-def command(wanted: SlurmConfig, *words: str) -> list[str]:
+def command(launch: LaunchConfig, *words: str) -> list[str]:
     """Return the command that runs Python with these arguments on a node, with the prefix and the modules."""
-    python = wanted.python or ("python" if wanted.container_image or wanted.command_prefix else sys.executable)
+    wanted = launch.slurm
+    python = wanted.python or ("python" if launch.image or wanted.command_prefix else sys.executable)
     # -P: a folder named `training` in the working directory must not be imported instead.
     program = [*wanted.command_prefix, python, "-P", *words]
     if not wanted.modules:
@@ -65,12 +66,12 @@ def command(wanted: SlurmConfig, *words: str) -> list[str]:
     return ["bash", "-lc", script, "bash", *program]
 
 
-def container_options(wanted: SlurmConfig) -> list[str]:
+def container_options(launch: LaunchConfig) -> list[str]:
     """Return the options that Pyxis adds to srun."""
-    if not wanted.container_image:
+    if not launch.image:
         return []
-    mounts = [f"{home()}:{home()}", *wanted.container_mounts]
-    return [f"--container-image={wanted.container_image}", f"--container-mounts={','.join(mounts)}"]
+    mounts = [f"{home()}:{home()}", *(f"{mount}:ro" for mount in launch.mounts)]
+    return [f"--container-image={launch.image}", f"--container-mounts={','.join(mounts)}"]
 
 
 # Checks
@@ -81,7 +82,7 @@ def check_nodes(nodes: JobNodes) -> dict[str, HostFacts]:
     with token(nodes.run_dir) as word:
         probes = on_all(nodes.hosts, lambda host: _probe(nodes, host, word=word))
         unseen = unseen_answers(nodes.run_dir, word, probes)
-    wanted = nodes.wanted.gpus_per_node
+    wanted = nodes.launch.slurm.gpus_per_node
     findings = {
         name: (
             *probe.findings,
@@ -119,7 +120,7 @@ def _probe(nodes: JobNodes, host: JobNode, *, word: str) -> Probe:
         port=nodes.port,
         shm_gib=0.0,
         disk_gib=LEAST_DISK_GIB,
-        gpus=bool(nodes.wanted.gpus_per_node),
+        gpus=bool(nodes.launch.slurm.gpus_per_node),
     )
     words = ("-m", "training.node.host_check", json.dumps(asdict(asked)))
     timeout_s = CHECK_TIMEOUT_S + counting_s(nodes.run_dir)
@@ -130,14 +131,14 @@ def _probe(nodes: JobNodes, host: JobNode, *, word: str) -> Probe:
         raise HostError(
             f"{host.name} ({host.machine}): Python does not start there ({_how(code, timeout_s)}): nodes need "
             f"the launcher's virtual environment and {home()} at the same paths, on shared storage; else set "
-            f"launch.slurm.python, container_image or modules. The end of its output:\n{last_lines(output)}",
+            f"launch.image, or python or modules of launch.slurm. The end of its output:\n{last_lines(output)}",
             hosts=(host.name,),
         ) from None
     return Probe(
         host=host.name,
         reachable=True,
         findings=tuple(report["findings"]),
-        image_id=nodes.wanted.container_image,
+        image_id=nodes.launch.image,
         report=report,
     )
 
@@ -148,11 +149,11 @@ def run_step(nodes: JobNodes, host: JobNode, *words: str, what: str, timeout_s: 
     process = slurm.start(
         nodes.job_id,
         host.machine,
-        command(nodes.wanted, *words),
+        command(nodes.launch, *words),
         name=f"{what}.{host.name}",
         working_dir=str(nodes.run_dir),
         log=log,
-        options=container_options(nodes.wanted),
+        options=container_options(nodes.launch),
     )
     code: int | None = None
     try:

@@ -43,6 +43,8 @@ BAD_CONFIG = ("ValueError", "pydantic", "ModuleNotFoundError", "ImportError")
 TELLING = re.compile(r"Error|Watchdog caught|rank \d+ failed: ")  # among a log's last lines
 
 
+# Causes that another attempt may not meet; all others would end it the same way.
+RETRIED: set[str] = {"lost host", "network", "daemon", "killed", "timeout", "gpu fault"}
 # The end of another host cannot cause these.
 FIRST_CAUSES = {"out of memory", "gpu fault", "bad loss", "lost host", "killed"}
 CURES: Mapping[str, str] = {

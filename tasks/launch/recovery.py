@@ -18,7 +18,7 @@ from typing import Any
 from infra.hosts import HostError
 from tasks.launch import nsight
 from tasks.launch.attempt import Attempt, new_folder
-from tasks.launch.failure import AttemptOutcome, cure_of
+from tasks.launch.failure import RETRIED, AttemptOutcome, cure_of
 from tasks.launch.host_set import choose_hosts, measured_hosts
 from tasks.launch.launcher import Host, LaunchedPlan, Launcher, Program, grace_s
 from tasks.launch.rank_environment import rank_defaults
@@ -36,7 +36,7 @@ from training.records.words import counted
 
 logger = logging.getLogger(__name__)
 
-LONGEST_BACKOFF_S = 60.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0  # before the second attempt; doubled with each further one
 FAULTS_OF_BROKEN_GPU = 2
 
 
@@ -157,14 +157,14 @@ class Attempts:
             failure = f"{self.module} on {', '.join(attempt.hosts)}: {outcome.cause} ({place}: {outcome.detail})"
             if outcome.cause == "stopped":
                 raise RunStopped(f"{failure}: {goes_on(self.plan)}")
-            if outcome.cause not in self.launch.retried:
+            if outcome.cause not in RETRIED:
                 raise self._failed(failure, "another attempt would end the same way", outcome, cause=outcome.cause)
             if failures >= self.launch.attempts:
                 why = f"{counted(failures, 'attempt')} without a new checkpoint (launch.attempts)"
                 raise self._failed(failure, why, outcome, cause=outcome.cause)
             if outcome.cause == "gpu fault":
                 self._leave_out_if_broken(place, failure, outcome)
-            pause_s = min(self.launch.backoff_s * 2 ** (failures - 1), LONGEST_BACKOFF_S)
+            pause_s = min(FIRST_BACKOFF_S * 2 ** (failures - 1), LONGEST_BACKOFF_S)
             logger.warning("%s: attempt %d of %d in %.1f s", failure, failures + 1, self.launch.attempts, pause_s)
             time.sleep(pause_s)
 

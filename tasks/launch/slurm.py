@@ -342,11 +342,11 @@ class SlurmLauncher:
         return slurm.start(
             self.allocation.job_id,
             host.machine,
-            command(self.launch.slurm, "-m", "training.node", *words),
+            command(self.launch, "-m", "training.node", *words),
             name=step,
             working_dir=program.working_dir,
             log=self.log_path(host.name),
-            options=container_options(self.launch.slurm),
+            options=container_options(self.launch),
             secret=secret,
             waits_for_input=waits_for_input,
         )
@@ -391,7 +391,7 @@ def prepare_nodes(config: RunConfig, *, run_dir: Path) -> tuple[SlurmLauncher, I
     launcher = SlurmLauncher(config.launch, run_dir=run_dir)
     launcher.allocation.ensure()
     stop_steps(run_dir, launcher.allocation.job_id, grace_s=grace_s(read_plan(run_dir)))
-    nodes = JobNodes(launcher.allocation.job_id, launcher.hosts(), config.launch.slurm, run_dir, launcher.master_port())
+    nodes = JobNodes(launcher.allocation.job_id, launcher.hosts(), config.launch, run_dir, launcher.master_port())
     facts = check_nodes(nodes)
     slots = 1 if config.parallel.strategy == "single" else config.launch.slurm.ranks_per_node
     return launcher, measure_nodes(nodes, facts=facts, slots=slots)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
 POLL_S = 0.1
-TIMEOUT_S = 120.0  # for a server to end: its drain_s, 30 by default, and its engine
+TIMEOUT_S = 120.0  # for a server to end: its DRAIN_S, and its engine
 
 
 class RunningServer(Record):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from training.config.promotion import GatesConfig, TaskFloor
+from training.config.promotion import GatesConfig
 from training.records.words import counted
 
 PASSED, NOT_PASSED = "passed", "not passed"  # the first word of a verdict
@@ -65,8 +65,8 @@ def is_refusal(verdict: str) -> bool:
 def gate(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Verdict:
     """Check the gates that need only records: the export's parity, loss against the champion's, scores of tasks."""
     checks = [check_parity(challenger), check_loss(challenger, champion, min_improvement=gates.min_improvement)]
-    if gates.max_regression is not None or gates.max_regression_of:
-        checks.append(check_sources(challenger, champion, gates=gates))
+    if gates.max_regression is not None:
+        checks.append(check_sources(challenger, champion, bound=gates.max_regression))
     if gates.tasks:
         checks.append(check_tasks(challenger.scores or {}, gates.tasks))
     return Verdict(tuple(checks))
@@ -101,26 +101,24 @@ def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improve
     )
 
 
-def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Check:
-    """Check for each source of the same held-out text that the loss is not worse than the champion's by too much."""
+def check_sources(challenger: Candidate, champion: Candidate | None, *, bound: float) -> Check:
+    """Check for each source of the same held-out text that the loss is at most `bound` above the champion's."""
     if champion is None:
         return Check("sources", True, "there is nothing yet to compare its losses by source with")
     new, old = challenger.by_source or {}, champion.by_source or {}
     if other := _other_data(challenger, champion):
         return Check("sources", False, f"losses by source cannot be compared: {other}")
-    bounds = {name: gates.max_regression_of.get(name, gates.max_regression) for name in new}
-    bounded = {name: bound for name, bound in bounds.items() if bound is not None}
-    if unmeasured := sorted((set(bounded) - set(old)) | (set(gates.max_regression_of) - set(new))):
+    if unmeasured := sorted(set(new) - set(old)):
         return Check(
             "sources",
             False,
             f"{unmeasured[0]} was not measured for both: evaluate both versions on a text with this "
             f"source (`shardline evaluate {champion.name}@champion --data TEXT`)",
         )
-    changes = {name: new[name] - old[name] for name in bounded}
+    changes = {name: new[name] - old[name] for name in new}
     worse = [
         f"{name}: {changes[name]:.2g} nats per token above it (needed: at most {bound:g} above)"
-        for name, bound in bounded.items()
+        for name in new
         if not changes[name] <= bound
     ]
     if worse:
@@ -153,19 +151,19 @@ def _other_data(challenger: Candidate, champion: Candidate) -> str:
     )
 
 
-def check_tasks(scores: Mapping[str, float], floors: tuple[TaskFloor, ...]) -> Check:
+def check_tasks(scores: Mapping[str, float], floors: Mapping[str, float]) -> Check:
     """Check that every task of gates.tasks was evaluated and reaches its score."""
     texts = []
     passed = True
-    for floor in floors:
-        key = f"{floor.task}/{floor.metric}"
+    floors = {name if "/" in name else f"{name}/acc": floor for name, floor in floors.items()}
+    for key, floor in floors.items():
         score = scores.get(key)
-        reached = score is not None and score >= floor.at_least
+        reached = score is not None and score >= floor
         passed &= reached
         value = "not evaluated" if score is None else f"{score:.4f}"
-        texts.append(f"{key} {value}, {'at least' if reached else 'needed: at least'} {floor.at_least:g}")
-    missing = any(f"{floor.task}/{floor.metric}" not in scores for floor in floors)
-    known = f" (evaluated: {', '.join(sorted(scores)) or 'no task'}; evaluation.tasks asks for more)" if missing else ""
+        texts.append(f"{key} {value}, {'at least' if reached else 'needed: at least'} {floor:g}")
+    asks = f" (evaluated: {', '.join(sorted(scores)) or 'no task'}; evaluation.tasks asks for more)"
+    known = "" if floors.keys() <= scores.keys() else asks
     return Check("tasks", passed, ", ".join(texts) + known)
 
 

@@ -146,10 +146,7 @@ def check_in_a_fresh_server(name: str, number: int, *, terms: Terms) -> tuple[Ch
         checks = (Check("smoke", True, "a masked model makes no text, so it is not served"),)
         return checks + ((check_latency(None, budget_ms=budget),) if budget else ())
     logger.info("smoke test of %s/%d in a fresh server", name, number)
-    rollout = terms.rollout
-    smoke = smoke_test(
-        name, number, prompts=terms.prompts, requests=rollout.smoke_requests, timeout_s=rollout.smoke_timeout_s
-    )
+    smoke = smoke_test(name, number, prompts=terms.prompts, timeout_s=terms.rollout.switch_timeout_s)
     if smoke.error:
         return (Check("smoke", False, f"in a fresh server: {smoke.error}"),)
     text = (

@@ -110,15 +110,12 @@ def own_silence(client: MlflowClient, move: Move) -> str:
 
 def _fresh_error(client: MlflowClient, move: Move, number: int) -> str:
     """Return why a fresh server of a version does not answer; "" if it does."""
-    rollout = move.rollout
     try:
         version = find_version(client, f"{move.model}/{number}")
         prompts = terms_of(version, tracking_uri=client.tracking_uri).prompts
     except Exception as error:  # MLflow does not answer
         return str(error)
-    return smoke_test(
-        move.model, number, prompts=prompts, requests=rollout.smoke_requests, timeout_s=rollout.smoke_timeout_s
-    ).error
+    return smoke_test(move.model, number, prompts=prompts, timeout_s=move.rollout.switch_timeout_s).error
 
 
 def watch_servers(

@@ -78,7 +78,6 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.seed", "breaks", "later steps have another order of data, other dropout and other masks"),
     ("train.mask_fraction", "breaks", "later steps have other masks"),
     ("train.optimizer", "breaks", "the other optimizer begins without moments, at its first step"),
-    ("train.beta1", "breaks", OTHER_UPDATES),
     ("train.beta2", "breaks", OTHER_UPDATES),
     ("train.weight_decay", "breaks", OTHER_UPDATES),
     ("train.clip_norm", "breaks", OTHER_UPDATES),
@@ -106,7 +105,6 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("gates.*", "exact", ""),
     ("rollout.*", "exact", ""),
     ("launch.*", "exact", ""),
-    ("alerts.*", "exact", ""),
     ("preset", "exact", ""),  # see `changes`
     ("store.*", "exact", ""),
     ("prices.*", "exact", ""),

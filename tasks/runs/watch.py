@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 
-from training.config.alerts import AlertsConfig
 from training.planner.reasons.checks import disk_gib_needed
 from training.records.plan import RunPlan
 from training.records.words import format_duration
@@ -29,14 +28,16 @@ LOOK_EVERY_S = 1.0
 DISK_EVERY_S = 30.0
 RATE_AFTER_S = 600.0  # over a shorter time, the rate of other processes' writes is uncertain
 RECENT_ROWS = 50  # the median of this many is the usual time of a step
+STUCK_AFTER = 20  # times the usual time of a step
+STUCK_AT_LEAST_S = 120.0  # so that validations and checkpoints of runs with short steps raise no alarm
 GIB = 2**30
 
 
 class StallDetector:
     """Compares the time since the last row of metrics with the usual time of a step. Pure: `now` is given."""
 
-    def __init__(self, alerts: AlertsConfig, *, steps: int) -> None:
-        self.alerts, self.steps = alerts, steps
+    def __init__(self, *, steps: int) -> None:
+        self.steps = steps
         self.step, self.seen_at = -1, 0.0
         self.step_s: deque[float] = deque(maxlen=RECENT_ROWS)
         self.steps_per_row, self.reported = 1, False
@@ -58,7 +59,7 @@ class StallDetector:
         if not self.step_s or self.step >= self.steps:
             return None
         usual_s = median(self.step_s)
-        return max(self.alerts.stuck_at_least_s, (self.steps_per_row + self.alerts.stuck_after) * usual_s)
+        return max(STUCK_AT_LEAST_S, (self.steps_per_row + STUCK_AFTER) * usual_s)
 
     def stalled(self, *, now: float) -> str:
         """Return a sentence that the run is stuck, once per stall; otherwise empty."""
@@ -111,7 +112,7 @@ class RunWatch:
         self, plan: RunPlan, run_dir: Path, *, on_stuck: Callable[[str], None], on_disk: Callable[[str], None]
     ) -> None:
         self.run_dir, self.on_stuck, self.on_disk = run_dir, on_stuck, on_disk
-        self.stall = StallDetector(plan.config.alerts, steps=plan.steps)
+        self.stall = StallDetector(steps=plan.steps)
         gib = disk_gib_needed(plan.config, checkpoint_gib=plan.predicted.checkpoint_gib, steps=plan.steps)
         self.run_needs, self.left_s = gib * GIB, 0.0
         self.lock, self.ended = threading.Lock(), threading.Event()

@@ -19,6 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tasks.serving.bounds import Held, HeldBytes
 from tasks.serving.middleware import refusal
 
+KEEP_ALIVE_S = 75  # of an idle connection: longer than load balancers keep theirs (60 s)
+DRAIN_S = 30  # for running requests to finish after SIGTERM: what Kubernetes waits before it kills
 HEAD_S = 30.0  # seconds from a connection's start, or the first byte of its next request, to the end of the head
 MAX_FILES = 65_536
 MAX_CONNECTIONS = 16_384
@@ -42,7 +44,7 @@ def max_connections() -> int:
     return max(16, min(MAX_CONNECTIONS, files - psutil.Process().num_fds() - RESERVED_FILES))
 
 
-def uvicorn_config(app: object, *, keep_alive_s: float, timeout_s: float, drain_s: int) -> uvicorn.Config:
+def uvicorn_config(app: object, *, timeout_s: float) -> uvicorn.Config:
     """Return uvicorn's settings. `timeout_s`: for a client to catch up with a reply that waits for it."""
     limits = {"limit": max_connections(), "stalled_s": timeout_s}
     shared = {"resting": set(), "unread": HeldBytes(MAX_UNREAD_BYTES)}
@@ -51,10 +53,10 @@ def uvicorn_config(app: object, *, keep_alive_s: float, timeout_s: float, drain_
         http=type("BoundedProtocol", (BoundedProtocol,), limits | shared),
         ws="none",
         backlog=BACKLOG,
-        timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # typed as whole seconds
+        timeout_keep_alive=KEEP_ALIVE_S,
         log_level="error",  # its warnings are about what clients send, a line each
         access_log=False,
-        timeout_graceful_shutdown=drain_s,
+        timeout_graceful_shutdown=DRAIN_S,
     )
 
 

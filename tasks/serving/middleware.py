@@ -203,7 +203,7 @@ class AdmissionControl:
         return True
 
     def _too_large(self, size: str) -> str:
-        return f"the body has {size}; at most {self.limits.max_body_bytes} are accepted (serving.max_body_bytes)"
+        return f"the body has {size}; at most {self.limits.max_body_bytes} are accepted (10 * serving.max_prompt_chars)"
 
     def _late(self, size: int, *, given_up: bool) -> Refused:
         if given_up:

@@ -24,6 +24,7 @@ from typing import IO
 from prometheus_client.multiprocess import mark_process_dead
 
 from tasks.hardware.machine import gpus_here, usable_cores
+from tasks.serving.connections import DRAIN_S
 from tasks.serving.listener import listen, print_address, url_of
 from tasks.serving.metrics import SHARED_FOLDER
 from tasks.serving.server_record import ServerRecord
@@ -34,7 +35,7 @@ from training.records.record import Record
 logger = logging.getLogger(__name__)
 
 RETRY_S = 5.0  # seconds until a replica that died before it was ready is started again
-CLOSING_S = 10.0  # seconds after serving.drain_s for engines to end
+CLOSING_S = 10.0  # seconds after DRAIN_S for engines to end
 
 
 class ReplicaTask(Record):
@@ -103,7 +104,7 @@ def serve_by_replicas(
         public = stack.enter_context(listen(host, port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardline-replicas-")))  # mode 0700
         url, started = url_of(host, public), list[Replica]()
-        stack.callback(_end, started, public, drain_s=config.serving.drain_s)
+        stack.callback(_end, started, public)
         for number in range(replicas):
             private = stack.enter_context(listen("127.0.0.1", 0))
             task = ReplicaTask(
@@ -205,17 +206,17 @@ def _how_ended(replica: Replica) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _end(replicas: list[Replica], public: socket.socket, *, drain_s: float) -> None:
+def _end(replicas: list[Replica], public: socket.socket) -> None:
     """End all replicas together: each finishes its requests; replicas that still run after the deadline are killed."""
     public.close()  # so that new connections are refused as soon as the replicas accept none
     for replica in replicas:
         replica.process.terminate()
-    deadline = time.monotonic() + drain_s + CLOSING_S
+    deadline = time.monotonic() + DRAIN_S + CLOSING_S
     try:
         for replica in replicas:
             replica.process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        logger.warning("replicas still run %.0f s after SIGTERM: killing them", drain_s + CLOSING_S)
+        logger.warning("replicas still run %.0f s after SIGTERM: killing them", DRAIN_S + CLOSING_S)
     finally:
         for replica in replicas:
             if replica.process.poll() is None:

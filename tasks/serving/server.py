@@ -7,7 +7,6 @@ finish on the version that they started with.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -90,7 +89,4 @@ def follow_and_serve(
         if record_path:
             stack.enter_context(published(record_path, record.model_copy(update={"model": served.name})))
         announce(served)
-        drain_s = math.ceil(config.serving.drain_s)
-        limits = config.serving
-        settings = uvicorn_config(app, keep_alive_s=limits.keep_alive_s, timeout_s=limits.timeout_s, drain_s=drain_s)
-        uvicorn.Server(settings).run(list(listeners))
+        uvicorn.Server(uvicorn_config(app, timeout_s=config.serving.timeout_s)).run(list(listeners))

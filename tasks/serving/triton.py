@@ -18,12 +18,13 @@ from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
-from training.config.serving import TritonConfig
 from training.records.record import write_atomically
 from training.records.results import ExportedModel
 
 TYPES = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32", "tensor(float16)": "TYPE_FP16"}
 TEMPLATE = Path(__file__).with_name("triton_model.pbtxt.j2")
+MAX_BATCH = 8  # TensorRT engines take as many (training/exports/tensorrt.py)
+QUEUE_US = 500  # the wait of a request for others, below the time of any model's step
 WARM_UP_TOKENS = 8
 
 
@@ -36,17 +37,16 @@ class TensorSpec:
     dims: list[int]
 
 
-def write_repository(export_dir: Path, target: Path, *, name: str, version: int, config: TritonConfig) -> list[Path]:
+def write_repository(export_dir: Path, target: Path, *, name: str, version: int) -> list[Path]:
     """Write the models for `tritonserver --model-repository` and return their folders; other versions are kept.
 
-    Raises ValueError if `export_dir` holds no export, or if GPUs are named for a model that runs on the CPU.
+    A config.pbtxt of a version before stays, with what somebody changed in it, while the tensors in it are this
+    version's. Raises ValueError if `export_dir` holds no export.
     """
     if not (export_dir / "export.json").is_file():
         raise ValueError(
             f"{export_dir} has no export.json, so it holds no exported model: a run's export stage makes one"
         )
-    if config.device == "cpu" and config.gpus:
-        raise ValueError(f"gpus = {list(config.gpus)} with device = cpu: leave one of them out")
     exported = ExportedModel.read(export_dir / "export.json")
     folders = []
     # A batch graph writes to its cache in place, which Triton's inputs do not allow.
@@ -67,8 +67,7 @@ def write_repository(export_dir: Path, target: Path, *, name: str, version: int,
         for backend, suffix, needed in backends:
             folder = target / (model + suffix)
             _place(export_dir, folder / str(version), needed)
-            settings = model_config(folder.name, backend, inputs, outputs, config)
-            write_atomically(folder / "config.pbtxt", settings)
+            _write_settings(folder / "config.pbtxt", model_config(folder.name, backend, inputs, outputs))
             folders.append(folder)
     return folders
 
@@ -106,12 +105,19 @@ def onnx_tensors(path: Path) -> tuple[list[TensorSpec], list[TensorSpec]]:
     return specs(session.get_inputs()), specs(session.get_outputs())
 
 
-def model_config(
-    name: str, backend: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], config: TritonConfig
-) -> str:
+def _write_settings(path: Path, settings: str) -> None:
+    """Write config.pbtxt, unless there is one with these tensors, in which somebody may have changed the rest."""
+    there = path.read_text().splitlines() if path.exists() else []
+    tensors = {line for line in settings.splitlines() if line.startswith(("input ", "output "))}
+    if not tensors <= {*there}:
+        write_atomically(path, settings)
+
+
+def model_config(name: str, backend: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
     """Return config.pbtxt: a ModelConfig message (model_config.proto) in Protobuf's text format.
 
-    A warm-up is a batch of zeros: texts of 8 tokens, or one token after a cache of 8; the attention mask covers both.
+    Before a model counts as ready, the smallest and the largest batch run once, of zeros: texts of 8 tokens, or one
+    token after a cache of 8; the attention mask covers both.
     """
     has_cache = any(tensor.name == "attention_mask" for tensor in inputs)  # the inputs of a decode graph
     new = 1 if has_cache else WARM_UP_TOKENS
@@ -127,8 +133,8 @@ def model_config(
         backend=backend,
         inputs=inputs,
         outputs=outputs,
-        config=config,
+        max_batch=MAX_BATCH,
+        queue_us=QUEUE_US,
         has_cache=has_cache,
-        batches=sorted({1, config.max_batch_size}) if config.warm_up else (),
         warm_up_dims=warm_up_dims,
     )

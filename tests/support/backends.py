@@ -107,7 +107,7 @@ class Local(Backend):
 
     @property
     def launch(self) -> dict[str, Any]:
-        return {"launch__backoff_s": 0.1, "launch__lease_s": 600.0}  # so that nothing ends by a lease that is stale
+        return {"launch__lease_s": 600.0}  # so that nothing ends by a lease that is stale
 
     @property
     def machines(self) -> Inventory:
@@ -173,7 +173,6 @@ class Slurm(Backend):
         return {
             "launch__launcher": "slurm",
             "launch__slurm": {"nodes": 2, "time_limit_s": 600, "signal_s": 10},
-            "launch__backoff_s": 0.1,
             "launch__lost_after_s": 10.0,
             "launch__lease_s": LEASE_S,
         }

@@ -56,6 +56,7 @@ from tasks.launch import (
     standby,
 )
 from tasks.launch.docker_hosts import ContainerNode, DockerLauncher
+from tasks.launch.failure import RETRIED
 from tasks.launch.launcher import ANSWER_S, STOPPED, Host, Program
 from tasks.launch.lease import FENCE_S
 from tasks.planning.plan import plan_run
@@ -665,7 +666,7 @@ class Trainer:
     - a step ends only if the ranks of all hosts did their part;
     - every `checkpoint.every_steps` steps and at its end a checkpoint is begun. It is written while training goes on,
       one at a time, in a folder that gets its name once all is there; a kill leaves the nameless folder. What cannot be
-      written is tried again, checkpoint.max_failures times in all;
+      written is tried again, NUM_TRIES times in all;
     - told to stop (SIGTERM to any rank), it ends after the step that it is at, with a checkpoint;
     - result.json comes last, and all ranks leave then;
     - where ranks reach MLflow, a thread of the metrics rank sends rows, and is waited for at the end, but not for long;
@@ -999,7 +1000,6 @@ class World(Scheduler):
             min_hosts=draw.randint(0, len(self.hosts)),
             wait_s=draw.choice([4.0, 15.0]),
             attempts=draw.choice([2, 3, 5]),
-            backoff_s=0.5,
             standby_after_s=draw.choice([None, 0.0, 0.0, 2.0]),
             lost_after_s=draw.choice([3.0, 6.0]),
             daemon_grace_s=draw.choice([8.0, 12.0]),
@@ -1335,7 +1335,7 @@ class World(Scheduler):
         assert isinstance(failure, RunFailed)
         last = max((number for number, at in self.began_at.items() if at >= life.began_at), default=0)
         launch = self.config.launch
-        if failure.cause not in launch.retried:
+        if failure.cause not in RETRIED:
             if failure.cause not in self.possible_causes[last]:
                 self.violate(f"the run failed by {failure.cause}, which nothing made: {_text(failure)}")
         elif " without a new checkpoint (launch.attempts)" in str(failure):

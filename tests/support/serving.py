@@ -49,7 +49,8 @@ def server(
 @contextmanager
 def server_here(follower: AliasFollower, limits: ServingConfig) -> Iterator[str]:
     """A server in a thread of this process, whose parts a test may change; its URL. Little of a reply is buffered."""
-    config = uvicorn_config(build_app(follower, limits=limits), keep_alive_s=75, timeout_s=limits.timeout_s, drain_s=1)
+    config = uvicorn_config(build_app(follower, limits=limits), timeout_s=limits.timeout_s)
+    config.timeout_graceful_shutdown = 1
     with listen("127.0.0.1", 0) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)  # else the kernel holds megabytes of a reply
         server = uvicorn.Server(config)

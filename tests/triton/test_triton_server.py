@@ -23,19 +23,18 @@ from tasks.inference.onnx_generator import TextGenerator
 from tasks.serving.triton import write_repository
 from tests.support.repository import REPO
 from tests.support.waiting import until
-from training.config.serving import TritonConfig
 
 pytestmark = pytest.mark.slow
 FOLDER = REPO / ".venv" / "triton"
 PROMPTS = ("def add(", "größer")  # 8 bytes each, a token a byte
-# Two rows run at once; one row waits a second for another.
-CONFIG = TritonConfig(max_batch_size=2, max_queue_delay_us=1_000_000, device="cpu")
 
 
 @pytest.fixture(scope="module")
 def repository(exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("repository")
-    write_repository(exported_run / "export", target, name="tiny", version=1, config=CONFIG)
+    for folder in write_repository(exported_run / "export", target, name="tiny", version=1):
+        path = folder / "config.pbtxt"  # a row waits a second for another
+        path.write_text(path.read_text().replace("microseconds: 500", "microseconds: 1000000"))
     return target
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from training.checkpoint.staging import Staging
-from training.checkpoint.writer import WriteFailure, Writer
+from training.checkpoint.writer import NUM_TRIES, WriteFailure, Writer
 from training.config.parallel import Stages
 from training.data.batch import MicroBatches
 from training.models.language_model import LanguageModel
@@ -96,8 +96,6 @@ class Saver:
         self.writer = Writer(self.plan, manifest, folder=folder, rank=self.rank, hf_config=self.hf_config)
         self.writer.start(self.staging.files(self.strategy))
         self.in_flight = True
-        if not self.plan.config.checkpoint.asynchronous:
-            self.finish()
         return time.perf_counter() - began
 
     def _wait_for(self, writer: Writer, step: int) -> None:
@@ -117,7 +115,7 @@ class Saver:
     def advance(self) -> None:
         """Check the checkpoint that is being written; call this once per step. Takes no time while there is none.
 
-        Failed tries are logged on all ranks. Raises RuntimeError, on all ranks, after checkpoint.max_failures.
+        Failed tries are logged on all ranks. Raises RuntimeError, on all ranks, after NUM_TRIES.
         """
         self._receive()
         self._send()
@@ -163,16 +161,16 @@ class Saver:
         own = [writer.failures.get() for _ in range(writer.failures.qsize())]
         gathered: list[list[WriteFailure]] = [[] for _ in range(self.rank.world_size)]
         dist.all_gather_object(gathered, own)
-        most, step = self.plan.config.checkpoint.max_failures, writer.manifest.step
+        step = writer.manifest.step
         for failure in itertools.chain.from_iterable(gathered):
             text = (
                 f"checkpoint of step {step}: rank {failure.rank} could not write {failure.path} "
-                f"({failure.error}), try {failure.attempt} of {most}"
+                f"({failure.error}), try {failure.attempt} of {NUM_TRIES}"
             )
-            if failure.attempt == most:
+            if failure.attempt == NUM_TRIES:
                 raise RuntimeError(
                     f"{text}: free space or repair the disk, then start the run again: it continues from the "
-                    "checkpoint before; checkpoint.max_failures sets the number of tries"
+                    "checkpoint before"
                 )
             logger.warning("%s", text)
 

@@ -30,7 +30,8 @@ from training.runtime.process import Rank
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1.0  # doubled after each try, up to a minute
+NUM_TRIES = 3  # a run that trains on without checkpoints would lose all
+RETRY_AFTER_S = 1.0  # doubled after each try
 JOIN_S = 60.0  # a thread that hangs on a dead disk must not keep the process alive
 
 
@@ -101,9 +102,8 @@ class Writer:
     def _retry(self, action: Callable[[], None]) -> bool:
         """Try until `action` succeeds.
 
-        Returns False if the checkpoint was abandoned, or after checkpoint.max_failures tries.
+        Returns False if the checkpoint was abandoned, or after NUM_TRIES.
         """
-        most = self.plan.config.checkpoint.max_failures
         for attempt in itertools.count(1):
             try:
                 action()
@@ -117,7 +117,7 @@ class Writer:
                 self.changed.set()
             else:
                 return True
-            if attempt == most or self.abandoned.wait(min(RETRY_AFTER_S * 2 ** (attempt - 1), 60.0)):
+            if attempt == NUM_TRIES or self.abandoned.wait(RETRY_AFTER_S * 2 ** (attempt - 1)):
                 return False
         raise AssertionError
 

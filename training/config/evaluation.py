@@ -41,12 +41,6 @@ class EvaluationConfig(Section):
     temperature: float = Field(
         0.8, ge=0, le=10, description="Sampling temperature of the samples; 0 means greedy decoding."
     )
-    top_k: int = Field(
-        50,
-        ge=0,
-        le=1_000_000,
-        description="Each token is sampled from this many of the most likely tokens; 0 means from all of them.",
-    )
     tasks: tuple[str, ...] = Field(
         (),
         description="Downstream tasks on which the trained model is evaluated: task names of lm-evaluation-harness, "
@@ -72,9 +66,6 @@ class EvaluationConfig(Section):
     held_out_sets: dict[str, str] = Field(
         {},
         description="Further texts on which checkpoints are evaluated: name and path, which is read like data.path.",
-    )
-    checkpoint_timeout_s: float = Field(
-        3600, gt=0, description="Seconds to wait, after training, for the evaluation of the last checkpoint."
     )
 
     @property

@@ -44,12 +44,6 @@ class ExportConfig(Section):
         "and of torch on held-out text, and a hundredth of that of an fp16 graph. Graphs that exceed a bound are left "
         "out of the export.",
     )
-    tensorrt_max_batch: int = Field(
-        8,
-        ge=1,
-        le=1024,
-        description="Largest batch size that TensorRT engines accept; they are built where TensorRT and a GPU are.",
-    )
     latency_seconds: float = Field(
         6,
         ge=0,

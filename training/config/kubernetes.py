@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -14,17 +14,6 @@ Key = Annotated[str, StringConstraints(pattern=r"^([a-z0-9.-]+/)?[A-Za-z0-9]([A-
 LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")]
 Quantity = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?(m|k|[KMGTPE]i?)?$")]
 RDMA = ("rdma", "hca", "infiniband")  # in the names of resources that device plugins of InfiniBand adapters offer
-
-
-class Toleration(Section):
-    """A taint of nodes that the pods may be placed on in spite of it."""
-
-    key: str = Field("", description="Key of the taint; empty, with the operator Exists, tolerates every taint.")
-    operator: Literal["Equal", "Exists"] = Field("Exists", description="Whether the taint's value must be the same.")
-    value: str = Field("", description="Value of the taint, for the operator Equal.")
-    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = Field(
-        "", description="Effect of the taint; empty tolerates all effects."
-    )
 
 
 class KubernetesConfig(Section):
@@ -73,7 +62,11 @@ class KubernetesConfig(Section):
         description="Folder within the volume that is SHARDLINE_HOME, relative to its root; empty means the root.",
     )
     node_selector: dict[Key, LabelValue] = Field({}, description="Labels that the pods' machines must have.")
-    tolerations: tuple[Toleration, ...] = Field((), description="Taints of machines that the pods may be placed on.")
+    tolerations: tuple[dict[str, str], ...] = Field(
+        (),
+        description="Taints of machines that the pods may be placed on, as in a pod's own tolerations: "
+        "{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}.",
+    )
     queue: OptionalDnsName = Field(
         "", description="Kueue's local queue, in which each attempt waits for its quota; empty means no queue."
     )

@@ -88,7 +88,9 @@ class LaunchConfig(Section):
     )
     hosts_file: str = Field("", description="Path of a YAML file with a list of hosts, instead of `hosts`.")
     image: str = Field(
-        "", description="Training image, by digest (NAME@sha256:…), ID or name. Every host must have the same image."
+        "",
+        description="Training image, by digest (NAME@sha256:…), ID or name. Every host must have the same image. With "
+        "launcher=slurm it is Pyxis' (srun --container-image); empty then means no container.",
     )
     user: str = Field(
         "",
@@ -116,7 +118,6 @@ class LaunchConfig(Section):
         "the host has it; a host that has InfiniBand adapters but no /dev/infiniband is refused. "
         "An empty list means none, so that NCCL uses TCP.",
     )
-    pids: int = Field(4096, ge=64, description="Maximum number of processes and threads in a container.")
     nccl: dict[NcclName, str] = Field(
         {}, description="Additional environment variables for NCCL and its transports, e.g. {NCCL_IB_HCA: mlx5_0}."
     )
@@ -129,16 +130,6 @@ class LaunchConfig(Section):
     wait_s: float = Field(600.0, ge=0, description="Seconds to wait for required hosts that do not answer.")
     attempts: int = Field(
         5, ge=1, le=1000, description="Maximum number of attempts in a row that save no new checkpoint."
-    )
-    backoff_s: float = Field(
-        1.0,
-        ge=0,
-        description="Seconds to wait before the second attempt. The wait doubles with each further attempt, up to "
-        "one minute.",
-    )
-    retried: tuple[Cause, ...] = Field(
-        ("lost host", "network", "daemon", "killed", "timeout", "gpu fault"),
-        description="Causes of failure after which training is started again.",
     )
     lost_after_s: float = Field(
         20.0,
@@ -198,6 +189,11 @@ class LaunchConfig(Section):
         if self.launcher == "slurm" and self.min_hosts > self.slurm.nodes:
             nodes = self.slurm.nodes
             raise ValueError(f"launch.min_hosts = {self.min_hosts} of launch.slurm.nodes = {nodes}: lower it")
+        if self.launcher == "slurm" and self.image and self.slurm.command_prefix:
+            raise ValueError(
+                f"launch.image = {self.image} and launch.slurm.command_prefix are two ways to run in a container: give "
+                "one of them"
+            )
         if self.user.split(":")[0] == "0":
             raise ValueError(
                 "launch.user = 0 is root: ranks need none of its rights; give a uid that may write the run folder"

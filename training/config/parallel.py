@@ -124,14 +124,6 @@ class ParallelConfig(Section):
     bucket_mib: int = Field(
         25, ge=1, le=4096, description="Amount of gradients, in MiB, that one reduction sends, for ddp and zero1-3."
     )
-    gradient_as_bucket_view: bool = Field(
-        True, description="Store gradients inside the communication buckets, which saves a copy of them, for ddp."
-    )
-    static_graph: bool = Field(
-        False,
-        description="Promise DDP that every step uses the same parameters in the same order, which lets it "
-        "optimize, for ddp.",
-    )
     compression: Literal["none", "bf16", "topk", "powersgd"] = Field(
         "none",
         description="How gradients are compressed for slow networks, for ddp. bf16: half the bytes (also for "

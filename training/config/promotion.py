@@ -23,14 +23,6 @@ class RegistryConfig(Section):
     )
 
 
-class TaskFloor(Section):
-    """A score that a downstream task must reach."""
-
-    task: str = Field("", description="Name of a downstream task of the evaluation.")
-    metric: str = Field("acc", description="Name of one of the task's metrics.")
-    at_least: float = Field(0.0, description="Minimum value of the metric with which a version passes.")
-
-
 class GatesConfig(Section):
     """Conditions that a version must meet before it can become champion; they are recorded with the version."""
 
@@ -44,10 +36,11 @@ class GatesConfig(Section):
         description="How far the loss on any single source of the held-out text may lie above the champion's, "
         "in nats per token. Empty means that only the loss on the whole text counts.",
     )
-    max_regression_of: dict[str, float] = Field(
-        {}, description="Bounds for single sources, by name, that replace `max_regression` for them."
+    tasks: dict[str, float] = Field(
+        {},
+        description="Minimum scores in downstream tasks of the evaluation, by task and metric: {arc_easy/acc: 0.6}. A "
+        "name without a metric means its accuracy, `acc`.",
     )
-    tasks: tuple[TaskFloor, ...] = Field((), description="Minimum scores in downstream tasks.")
     max_p95_ms: float = Field(
         0.0,
         ge=0,
@@ -67,21 +60,15 @@ class GatesConfig(Section):
 class RolloutConfig(Section):
     """The switch to a version that passed its gates, and the bounds that trigger a rollback."""
 
-    smoke_requests: int = Field(
-        20,
-        ge=1,
-        le=10_000,
-        description="Number of requests that a fresh server must answer before the version is promoted.",
-    )
-    smoke_timeout_s: float = Field(
-        300,
-        gt=0,
-        description="Seconds within which a fresh server must start and answer all requests of the smoke test.",
-    )
     servers: tuple[str, ...] = Field(
         (), description="URLs of servers that follow the alias. Servers on this machine are found without being listed."
     )
-    switch_timeout_s: float = Field(300, gt=0, description="Seconds to wait until every server serves the new version.")
+    switch_timeout_s: float = Field(
+        300,
+        gt=0,
+        description="Seconds to wait until a fresh server has started and answered the smoke test, and then until "
+        "every server serves the new version.",
+    )
     watch_minutes: float = Field(
         5, ge=0, le=10_000, description="Minutes to watch the new version after the switch; 0 means not at all."
     )

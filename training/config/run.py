@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from training.config.alerts import AlertsConfig
 from training.config.data import DataConfig
 from training.config.evaluation import EvaluationConfig
 from training.config.export import ExportConfig
@@ -33,13 +32,6 @@ class CheckpointConfig(Section):
     keep_best: bool = Field(False, description="Also keep the checkpoint with the lowest validation loss.")
     keep_every_steps: int = Field(
         0, ge=0, description="Also keep each checkpoint whose step is a multiple of this number; 0 keeps none of these."
-    )
-    asynchronous: bool = Field(True, description="Continue training while a checkpoint is being written.")
-    max_failures: int = Field(
-        3,
-        ge=1,
-        le=1000,
-        description="Number of failed attempts to write a checkpoint after which the run fails.",
     )
     memory_every_steps: int = Field(
         0,
@@ -108,7 +100,6 @@ class RunConfig(Section):
         StoreConfig(), description="An object store where token shards and checkpoints outlive this machine."
     )
     prices: PricesConfig = Field(PricesConfig(), description="Prices of devices, to say what a run costs.")
-    alerts: AlertsConfig = Field(AlertsConfig(), description="When a run counts as stuck, so that an alert is sent.")
     trainer: TrainerConfig = Field(TrainerConfig(), description="A training program to run instead of Shardline's own.")
     preset: str = Field(
         "",

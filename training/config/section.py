@@ -22,13 +22,11 @@ SPELLINGS = {
     "mlp": "MLP",
     "nccl": "NCCL",
     "nsys": "Nsight Systems",
-    "pids": "PIDs",
     "powersgd": "PowerSGD",
     "pp": "PP",
     "qos": "QOS",
     "rope": "RoPE",
     "shm": "/dev/shm",
-    "tensorrt": "TensorRT",
     "tls": "TLS",
     "tp": "TP",
 }

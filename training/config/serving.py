@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -64,16 +64,16 @@ class ServingConfig(Section):
     max_new_tokens: int = Field(
         4096, ge=1, le=1_000_000, description="Maximum number of new tokens that one request may ask for."
     )
-    max_prompt_chars: int = Field(100_000, ge=1, description="Maximum length of a prompt, in characters.")
-    max_body_bytes: int = Field(1_000_000, ge=1000, description="Maximum size of a request body, in bytes.")
+    max_prompt_chars: int = Field(
+        100_000,
+        ge=1,
+        description="Maximum length of a prompt, in characters. A request's body may have ten bytes for each of them.",
+    )
     timeout_s: float = Field(
         120,
         gt=0,
         description="Seconds that a request may take in all: its body, a chat's template, a grammar, the wait for a "
         "free place, and all of its texts.",
-    )
-    keep_alive_s: float = Field(
-        75, gt=0, description="Seconds that an idle connection stays open for a client's next request."
     )
     cors_origins: tuple[str, ...] = Field(
         (),
@@ -86,13 +86,17 @@ class ServingConfig(Section):
         "names without a dot, those of this machine, and those that end in .local, .internal or .svc need not be "
         "listed; a request for another host is refused, as a page of another site could send it.",
     )
-    drain_s: float = Field(30, ge=0, description="Seconds to let running requests finish after SIGTERM.")
     poll_s: float = Field(5, gt=0, description="Seconds between checks of the alias.")
     token_file: str = Field(
         "",
         description="Path of a file with the accepted bearer tokens, one per line; empty means that requests need "
         "no token.",
     )
+
+    @property
+    def max_body_bytes(self) -> int:
+        """A character is up to 6 bytes of JSON; the least is room for a short request's other fields."""
+        return max(1000, 10 * self.max_prompt_chars)
 
     @field_validator("cors_origins")
     @classmethod
@@ -129,26 +133,3 @@ class ServeConfig(Section):
         """Return the config of a server that clients may also ask under the name that it listens on."""
         serving = self.serving.model_copy(update={"host_names": (*self.serving.host_names, host)})
         return self.model_copy(update={"serving": serving})
-
-
-class TritonConfig(Section):
-    """The settings of `shardline triton`, given as field=value."""
-
-    max_batch_size: int = Field(
-        8, ge=1, le=1024, description="Maximum number of requests that Triton combines into one batch."
-    )
-    max_queue_delay_us: int = Field(
-        500, ge=0, description="Microseconds that a request may wait for others to join its batch."
-    )
-    device: Literal["auto", "cpu", "gpu"] = Field(
-        "auto", description="Where Triton runs the model. auto: on GPUs if it finds any, else on the CPU."
-    )
-    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (), description="Indices of the GPUs to use; empty means every GPU that Triton sees."
-    )
-    instances: int = Field(1, ge=1, le=64, description="Number of copies of the model on each GPU, or on the CPU.")
-    keep_versions: int = Field(1, ge=1, le=100, description="Number of newest versions that are served.")
-    warm_up: bool = Field(
-        True,
-        description="Before a model counts as ready, run it once at the smallest and once at the largest batch size.",
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from typing import Annotated
 
@@ -44,7 +43,6 @@ OURS = {
 }
 # `name`, or `name/version`: it is put behind `module load` in a shell.
 ModuleName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/+-]*$")]
-MOUNT = re.compile(r"/[^:,]*:/[^:,]*(:[a-z+]+)?")
 OptionLine = Annotated[str, StringConstraints(pattern=r"^--[a-z][a-z-]+([= ]\S.*)?$")]
 
 
@@ -89,12 +87,6 @@ class SlurmConfig(Section):
     modules: tuple[ModuleName, ...] = Field(
         (), description="Environment modules to load on each node before a program starts, e.g. cuda/12.4."
     )
-    container_image: str = Field(
-        "", description="Container image for Pyxis (srun --container-image); empty means no container."
-    )
-    container_mounts: tuple[str, ...] = Field(
-        (), description="Additional mounts of the container, as SOURCE:TARGET. SHARDLINE_HOME is always mounted."
-    )
     command_prefix: tuple[str, ...] = Field(
         (), description="Words before each program's command line, e.g. [apptainer, exec, --nv, image.sif]."
     )
@@ -112,15 +104,6 @@ class SlurmConfig(Section):
                 f"launch.slurm.options sets --{', --'.join(taken)}, which Shardline sets itself: use the field of "
                 "launch.slurm for it, if there is one"
             )
-        if self.container_mounts and not self.container_image:
-            raise ValueError("launch.slurm.container_mounts is for a container: give launch.slurm.container_image too")
-        if self.container_image and self.command_prefix:
-            raise ValueError(
-                f"launch.slurm.container_image = {self.container_image} and launch.slurm.command_prefix are two ways "
-                "to run in a container: give one of them"
-            )
-        if wrong := [mount for mount in self.container_mounts if not MOUNT.fullmatch(mount)]:
-            raise ValueError(f"launch.slurm.container_mounts: {wrong[0]!r} is not SOURCE:TARGET with absolute paths")
         if 0 < self.gpus_per_node < self.slots:
             raise ValueError(
                 f"launch.slurm.slots = {self.slots} on {self.gpus_per_node} GPUs: each rank needs a GPU of its own; "

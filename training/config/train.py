@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from training.config.section import Section
 
 MOST_STEPS = 2**53
+EMA_DECAY = 0.5  # the weight of the average so far when the next checkpoint joins it: the last counts half
 
 
 class BatchGrowthConfig(Section):
@@ -106,7 +107,6 @@ class TrainConfig(Section):
         "layers get orthogonalized momentum (Jordan et al. 2024), scaled to AdamW's root mean square (Liu et al. "
         "2025), with the same learning rate and weight decay; embeddings, head, norms and biases stay with AdamW.",
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay rate of the first moment (the mean of gradients).")
     beta2: float = Field(
         0.95, ge=0, lt=1, description="AdamW's decay rate of the second moment (the mean of squared gradients)."
     )
@@ -196,12 +196,6 @@ class TrainConfig(Section):
         description="Number of checkpoints that train.average takes: the last one, and those before it at multiples of "
         "checkpoint.every_steps.",
     )
-    average_decay: float = Field(
-        0.5,
-        gt=0,
-        lt=1,
-        description="With train.average=ema, the weight of the average so far when the next checkpoint joins it.",
-    )
     log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
     seed: int = Field(
         1337, ge=0, le=2**32 - 1, description="Seed of the initial weights, the order of the data, dropout and masks."
@@ -244,8 +238,7 @@ class TrainConfig(Section):
         """Return the shares of so many checkpoints in the average, the oldest first; they sum to 1."""
         if self.average == "mean":
             return [1 / number] * number
-        decay = self.average_decay
-        return [(1 - decay if place else 1.0) * decay ** (number - 1 - place) for place in range(number)]
+        return [(1 - EMA_DECAY if place else 1.0) * EMA_DECAY ** (number - 1 - place) for place in range(number)]
 
     @property
     def most_accumulated(self) -> int:

@@ -18,7 +18,8 @@ import torch
 from training.records.record import write_atomically
 
 # What engines are tuned for, and most prompts that are read at once: logits of max_batch whole contexts would not fit.
-USUAL_BATCH, USUAL_LENGTH, MAX_PREFILL_BATCH = 1, 128, 8
+USUAL_BATCH, USUAL_LENGTH = 1, 128
+MAX_BATCH = 8  # Triton's, and the largest whose latency is measured
 WORKSPACE_GIB = 4  # beside the weights
 CURE = "build engines inside the serving image on a machine with a GPU: python -m training.build_engine EXPORT_DIR"
 
@@ -45,19 +46,18 @@ def why_no_tensorrt() -> str:
     return ""
 
 
-def profiles(inputs: dict[str, list[Any]], *, max_batch: int, context: int) -> list[dict[str, ShapeRange]]:
+def profiles(inputs: dict[str, list[Any]], *, context: int) -> list[dict[str, ShapeRange]]:
     """Return the optimization profiles of a forward or decode graph: ranges of shapes, by input.
 
     `inputs`: the dimensions of each input: numbers, or names like `past + length`. A decode graph gets two profiles:
-    for prompts, few at a time with an empty cache, and for single tokens, many at a time with up to the whole context
-    in the cache. One profile for both would reserve memory for max_batch prompts of the whole context and their logits.
+    for prompts with an empty cache, and for single tokens with up to the whole context in the cache. One profile for
+    both would reserve memory for prompts of the whole context behind a cache of as many tokens.
     """
-    batches, usual = (1, USUAL_BATCH, max_batch), min(USUAL_LENGTH, context)
+    batches, usual = (1, USUAL_BATCH, MAX_BATCH), min(USUAL_LENGTH, context)
     texts: dict[str, tuple[int, ...]] = {"batch": batches, "length": (1, usual, context)}
     if "attention_mask" not in inputs:
         return [_ranges(inputs, texts)]
-    few = min(MAX_PREFILL_BATCH, max_batch)
-    prompts = texts | {"batch": (1, USUAL_BATCH, few), "past": (0, 0, 0)}
+    prompts = texts | {"past": (0, 0, 0)}
     pasts = (0, min(USUAL_LENGTH, context - 1), context)
     return [_ranges(inputs, prompts), _ranges(inputs, {"batch": batches, "length": (1, 1, 1), "past": pasts})]
 
@@ -104,7 +104,7 @@ def build_engine(graph: Path, profiles: Sequence[dict[str, ShapeRange]], *, timi
     if plan is None:
         raise ValueError(
             f"TensorRT {trt.__version__} built no engine of {graph.name}; its log above says why. "
-            "If memory ran out, lower tensorrt_max_batch"
+            "If memory ran out, build on a GPU with more, or serve with vLLM"
         )
     cache = settings.get_timing_cache()
     write_atomically(timing_cache, bytes(cache.serialize()))

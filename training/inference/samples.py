@@ -18,6 +18,7 @@ from training.tokenizer.text_encoder import TextEncoder
 from training.tracking.rows import SAMPLES, read_rows
 
 logger = logging.getLogger(__name__)
+TOP_K = 50  # tokens that a sample may take next: what the server takes unless asked
 
 
 class Sampler:
@@ -38,7 +39,7 @@ class Sampler:
             strategy,
             self.ids,
             new_tokens=self.new_tokens,
-            params=SamplingParams(settings.temperature, settings.top_k, top_p=1.0),
+            params=SamplingParams(settings.temperature, TOP_K, top_p=1.0),
             seeds=self.seeds,
             end_ids=self.plan.end_ids,
             context=self.plan.config.train.context,

@@ -227,7 +227,7 @@ def _layouts(question: Question, cluster: Cluster, mesh: Mesh) -> Iterator[Layou
     dp = question.dp(mesh)
     split = sequence_choices(question, tp=mesh.tp, cp=mesh.cp)
     for micro_batch, accumulation in question.micro_batches(mesh):
-        if accumulation_refusal(question.config, accumulation, mesh, dp=dp) is not None:
+        if accumulation_refusal(accumulation, mesh) is not None:
             continue
         if parallel.pp_stages_per_rank < mesh.stages_per_rank > 1 and mesh.pp - 1 < LEAST_BUBBLE * accumulation:
             continue

@@ -44,8 +44,7 @@ class Ddp(TorchStrategy):
                 model,
                 process_group=group,
                 bucket_cap_mb=parallel.bucket_mib,
-                gradient_as_bucket_view=parallel.gradient_as_bucket_view,
-                static_graph=parallel.static_graph,
+                gradient_as_bucket_view=True,  # saves a copy of the gradients
                 broadcast_buffers=False,  # buffers do not change during training
                 init_sync=False,  # every rank loads the same weights
             )
@@ -56,7 +55,7 @@ class Ddp(TorchStrategy):
             weights,
             module=module,
             averaged_over=plan.gradient_ranks,
-            needs_all=replicas > 1 and not parallel.static_graph,
+            needs_all=replicas > 1,
         )
         self.compression: Compression | None = None
         if plan.strategy == "ddp" and parallel.compression != "none" and isinstance(module, DistributedDataParallel):

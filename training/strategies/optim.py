@@ -12,6 +12,7 @@ from training.config.train import TrainConfig
 from training.models.hidden_matrices import NO_MATRIX
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the names of AdamW's state tensors
+BETA1 = 0.9  # the decay rate of the first moment: that of GPT-3, Llama and their successors
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
@@ -45,7 +46,7 @@ def build_adamw(
             "train.freeze leaves a pipeline stage nothing to train: freeze less, or lower parallel.pp or "
             "parallel.pp_stages_per_rank"
         )
-    return build(groups, lr=train.learning_rate, betas=(train.beta1, train.beta2), fused=fused)
+    return build(groups, lr=train.learning_rate, betas=(BETA1, train.beta2), fused=fused)
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:

@@ -31,7 +31,6 @@ def docker_config(rig: Rig, *slots: int, **overrides: Any) -> dict[str, Any]:
         "mounts": rig.mounts,
         "memlock": False,
         "shm_gib": 0.25,
-        "backoff_s": 0.1,
         "lost_after_s": 12.0,
         "lease_s": 30.0,
     }

@@ -9,7 +9,7 @@ import pytest
 from infra.hosts import DockerHost
 from tasks.launch.attempt import Attempt
 from tasks.launch.docker_hosts import ContainerNode, DockerLauncher
-from tasks.launch.failure import NodeState
+from tasks.launch.failure import RETRIED, NodeState
 from tasks.launch.fencing import remove_containers
 from tasks.launch.launcher import Program
 from training.config.launch import LaunchConfig
@@ -38,7 +38,7 @@ def test_a_container_that_somebody_else_told_to_stop_is_started_again(attempt: A
     """Its machine goes down, or its daemon is restarted."""
     outcome = attempt.wait(lambda: False)
     assert (outcome.cause, outcome.host) == ("killed", "a")
-    assert outcome.cause in attempt.launch.retried
+    assert outcome.cause in RETRIED
 
 
 def test_a_run_that_was_stopped_from_elsewhere_stays_stopped(attempt: Attempt) -> None:

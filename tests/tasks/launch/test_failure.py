@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tasks.launch.failure import HostStatus, NodeState, cause_of, classify, cure_of
-from training.config.launch import LaunchConfig
+from tasks.launch.failure import RETRIED, HostStatus, NodeState, cause_of, classify, cure_of
 from training.records.node import NodeEnd, RankFailure
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1974"
@@ -189,7 +188,7 @@ HUNG = "Terminating the process after attempting to dump debug info, due to Proc
 )
 def test_the_cause_of_a_rank_that_failed_and_whether_another_attempt_follows(error: str, cause: str) -> None:
     assert classify({"a": failed(error, exit_code=-6), "b": DONE}).cause == cause
-    assert (cause in LaunchConfig().retried) == (cause in {"timeout", "network", "gpu fault"})
+    assert (cause in RETRIED) == (cause in {"timeout", "network", "gpu fault"})
     full_disk = (f"2026-11-20 19:00:00 node: rank 0 failed: {error}", "2026-11-20 19:00:01 node: bye")
     assert classify({"a": HostStatus(state=state(1), end=None, last_lines=full_disk)}).cause == cause
 

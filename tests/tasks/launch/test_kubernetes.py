@@ -45,7 +45,6 @@ SETTINGS: dict[str, Any] = {
     "train__steps": STEPS,
     "checkpoint__every_steps": EVERY,
     "evaluation__every_steps": 0,
-    "launch__backoff_s": 0.1,
     "launch__collective_test": False,
 }
 LAUNCHER = """

@@ -68,9 +68,6 @@ def test_every_setting_reaches_sbatch(tmp_path: Path) -> None:
         ({"options": ["--nodes 3"]}, "sets --nodes"),
         ({"options": ["rm -rf"]}, "options"),
         ({"modules": ["cuda; touch canary"]}, "modules"),
-        ({"container_mounts": ["/data:/data"]}, "container_image"),
-        ({"container_image": "a", "container_mounts": ["data"]}, "absolute"),
-        ({"container_image": "a", "command_prefix": ["apptainer"]}, "one of them"),
         ({"gpus_per_node": 2, "slots": 3}, "slots=0"),
         ({"time_limit_s": 60}, "raise the limit"),
     ],
@@ -80,27 +77,30 @@ def test_what_cannot_work_is_refused_with_the_cure(fields: dict[str, Any], cure:
         SlurmConfig.model_validate(fields)
 
 
-def test_more_hosts_than_nodes_are_refused() -> None:
+def test_more_hosts_than_nodes_and_two_containers_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"min_hosts = 3 of launch\.slurm\.nodes = 2"):
         LaunchConfig.model_validate({"launcher": "slurm", "min_hosts": 3, "slurm": {"nodes": 2}})
+    with pytest.raises(ValidationError, match=r"image = a and .* give one of them"):
+        LaunchConfig.model_validate({"launcher": "slurm", "image": "a", "slurm": {"command_prefix": ["apptainer"]}})
 
 
 def test_python_starts_as_the_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
     words = ("-m", "training.node", "task.json")
-    assert command(SlurmConfig(), *words) == [sys.executable, "-P", *words]
+    assert command(LaunchConfig(), *words) == [sys.executable, "-P", *words]
     prefix = ("apptainer", "exec", "image.sif")
-    assert command(SlurmConfig(command_prefix=prefix), *words) == [*prefix, "python", "-P", *words]
-    image = SlurmConfig(container_image="registry#shardline:1", container_mounts=("/data:/data:ro",))
+    assert command(LaunchConfig(slurm=SlurmConfig(command_prefix=prefix)), *words) == [*prefix, "python", "-P", *words]
+    image = LaunchConfig(image="registry#shardline:1", mounts=("/data:/data",))
     assert command(image, *words) == ["python", "-P", *words]
     mounts = f"--container-mounts={tmp_path}:{tmp_path},/data:/data:ro"
     assert container_options(image) == ["--container-image=registry#shardline:1", mounts]
-    assert container_options(SlurmConfig()) == []
+    assert container_options(LaunchConfig()) == []
 
 
 def test_modules_are_loaded_in_a_login_shell_and_arguments_stay_arguments() -> None:
     hostile = "$(touch canary)"
-    shell, *rest = command(SlurmConfig(modules=("cuda/12.4", "nccl"), python="echo"), hostile)
+    launch = LaunchConfig(slurm=SlurmConfig(modules=("cuda/12.4", "nccl"), python="echo"))
+    shell, *rest = command(launch, hostile)
     rest[1] = rest[1].replace("module load", "echo loading")
     done = subprocess.run([shell, *rest], capture_output=True, text=True, check=True)
     assert done.stdout == f"loading cuda/12.4 nccl\n-P {hostile}\n"

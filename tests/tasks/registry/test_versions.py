@@ -24,7 +24,7 @@ from tasks.promotion.register import register_model
 from tasks.registry.logged_model import link_or_copy
 from tasks.registry.models import aliases_of, lineage, resolve
 from tests.support.mlflow_store import Store
-from training.config.promotion import GatesConfig, RegistryConfig, TaskFloor
+from training.config.promotion import GatesConfig, RegistryConfig
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
 from training.records.results import EvalReport, ExportedModel, SourceFigures, TaskScore
@@ -162,7 +162,7 @@ def test_mlflow_links_the_version_to_run_data_and_model(store: Store) -> None:
 def test_mlflows_pages_tell_what_a_version_scored_and_on_what_terms(store: Store) -> None:
     config = RunPlan.read(store.exported / "plan.json").config
     registry = RegistryConfig(model_name="verse", licence="CC0-1.0", notes="Writes **verse**.")
-    gates = GatesConfig(tasks=(TaskFloor(task="rhymes", at_least=0.5),), approval="tag")
+    gates = GatesConfig(tasks={"rhymes": 0.5}, approval="tag")
     config = config.model_copy(update={"registry": registry, "gates": gates})
     run_dir = store.finished_run("one", loss=3.0, config=config)
     scores = {"stderr": None, "samples": 9, "higher_is_better": True}

@@ -32,8 +32,8 @@ def address() -> Iterator[tuple[str, int]]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)  # else the kernel holds megabytes of a reply
         patch.setattr(connections, "HEAD_S", LIMIT_S)
         patch.setattr(connections, "max_connections", lambda: 100)
-        config = connections.uvicorn_config(app, keep_alive_s=75, timeout_s=LIMIT_S, drain_s=1)
-        config.lifespan = "off"
+        config = connections.uvicorn_config(app, timeout_s=LIMIT_S)
+        config.lifespan, config.timeout_graceful_shutdown = "off", 1
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

@@ -82,7 +82,7 @@ def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order
 def test_limits_and_tokens_are_kept_and_requests_counted(champion: Store) -> None:
     tokens = champion.folder / "tokens"
     tokens.write_text("first-secret\nsecond-secret\n")
-    limits = {"token_file": str(tokens), "max_prompt_chars": 10, "max_new_tokens": 5, "max_body_bytes": 1000}
+    limits = {"token_file": str(tokens), "max_prompt_chars": 10, "max_new_tokens": 5}
     with server(champion, **limits) as (client, process):
 
         def post(path: str = "/generate", token: str = "second-secret", **body: Any) -> tuple[int, str]:

@@ -13,7 +13,6 @@ import pytest
 from google.protobuf import text_format
 
 from flows.cli.command import main
-from flows.presets import triton_config
 from tasks.serving.triton import write_repository
 from training.records.results import ExportedModel
 
@@ -35,9 +34,8 @@ def proto() -> Any:
     return schema()
 
 
-def repository(exported_run: Path, target: Path, *overrides: str, version: int = 3) -> dict[str, Path]:
-    config = triton_config(overrides)
-    folders = write_repository(exported_run / "export", target, name="tiny", version=version, config=config)
+def repository(exported_run: Path, target: Path, version: int = 3) -> dict[str, Path]:
+    folders = write_repository(exported_run / "export", target, name="tiny", version=version)
     return {folder.name: folder for folder in folders}
 
 
@@ -47,12 +45,13 @@ def parsed(folder: Path, proto: Any) -> Any:
 
 
 def test_the_configs_are_messages_of_tritons_schema(exported_run: Path, tmp_path: Path, proto: Any) -> None:
-    folders = repository(exported_run, tmp_path, "max_batch_size=16", "max_queue_delay_us=200", "keep_versions=2")
+    folders = repository(exported_run, tmp_path)
     assert set(folders) == {"tiny", "tiny-decode"}
     forward, decode = (parsed(folders[name], proto) for name in ("tiny", "tiny-decode"))
-    assert (forward.name, forward.backend, forward.max_batch_size) == ("tiny", "onnxruntime", 16)
-    assert forward.dynamic_batching.max_queue_delay_microseconds == 200
-    assert forward.version_policy.latest.num_versions == 2
+    assert (forward.name, forward.backend, forward.max_batch_size) == ("tiny", "onnxruntime", 8)
+    assert forward.dynamic_batching.max_queue_delay_microseconds == 500
+    (group,) = forward.instance_group
+    assert (proto.ModelInstanceGroup.Kind.Name(group.kind), group.count) == ("KIND_AUTO", 1)
     assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in forward.input] == [
         ("input_ids", proto.TYPE_INT64, [-1])
     ]
@@ -61,7 +60,7 @@ def test_the_configs_are_messages_of_tritons_schema(exported_run: Path, tmp_path
     ]
     cache = {tensor.name: list(tensor.dims) for tensor in decode.input if tensor.name.startswith("past")}
     assert cache == {f"past_key_values.{i}.{part}": [2, -1, 8] for i in (0, 1) for part in ("key", "value")}
-    assert [sample.batch_size for sample in decode.model_warmup] == [1, 16]
+    assert [sample.batch_size for sample in decode.model_warmup] == [1, 8]
 
 
 def test_the_warm_up_is_a_request_that_the_graph_takes(exported_run: Path, tmp_path: Path, proto: Any) -> None:
@@ -76,25 +75,17 @@ def test_the_warm_up_is_a_request_that_the_graph_takes(exported_run: Path, tmp_p
     assert session.run(["logits"], feed)[0].shape == (8, 1, 258)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "kind", "gpus", "count"),
-    [
-        ([], "KIND_AUTO", [], 1),
-        (["device=cpu", "instances=2"], "KIND_CPU", [], 2),
-        (["gpus=[0,1]", "instances=2"], "KIND_GPU", [0, 1], 2),
-    ],
-)
-def test_instances_are_where_the_user_wants_them(
-    overrides: list[str], kind: str, gpus: list[int], count: int, exported_run: Path, tmp_path: Path, proto: Any
+def test_what_somebody_changed_stays_while_the_tensors_are_the_same(
+    exported_run: Path, tmp_path: Path, proto: Any
 ) -> None:
-    config = parsed(repository(exported_run, tmp_path, *overrides)["tiny"], proto)
-    (group,) = config.instance_group
-    assert (proto.ModelInstanceGroup.Kind.Name(group.kind), list(group.gpus), group.count) == (kind, gpus, count)
-
-
-def test_gpus_for_the_cpu_are_refused(exported_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"gpus = \[1\] with device = cpu: leave one of them out"):
-        repository(exported_run, tmp_path, "device=cpu", "gpus=[1]")
+    folder = repository(exported_run, tmp_path)["tiny"]
+    path = folder / "config.pbtxt"
+    path.write_text(path.read_text().replace("max_batch_size: 8", "max_batch_size: 32"))
+    repository(exported_run, tmp_path, version=4)
+    assert parsed(folder, proto).max_batch_size == 32
+    path.write_text(path.read_text().replace("258", "300"))
+    repository(exported_run, tmp_path, version=5)
+    assert (parsed(folder, proto).max_batch_size, list(parsed(folder, proto).output[0].dims)) == (8, [-1, 258])
 
 
 def test_without_graphs_the_exports_reason_is_given(exported_run: Path, tmp_path: Path) -> None:
@@ -128,9 +119,8 @@ def test_a_later_version_lies_beside_the_earlier_and_an_engine_is_a_model_of_its
 def test_the_command_takes_an_export_folder_too_and_says_what_it_wrote(
     exported_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["triton", str(exported_run / "export"), str(tmp_path / "models"), "max_batch_size=4"]) == 0
+    assert main(["triton", str(exported_run / "export"), str(tmp_path / "models")]) == 0
     written = capsys.readouterr().out.split()
     assert written == [str(tmp_path / "models" / name) for name in (exported_run.name, f"{exported_run.name}-decode")]
-    assert "max_batch_size: 4" in (tmp_path / "models" / exported_run.name / "config.pbtxt").read_text()
     assert main(["triton", str(tmp_path), str(tmp_path / "models")]) == 2
     assert "has no export.json" in capsys.readouterr().err

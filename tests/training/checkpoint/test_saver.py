@@ -28,7 +28,7 @@ from training.trainer.state import TrainingState, restore
 
 @pytest.fixture
 def start(make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainingState]]:
-    """start("name", checkpoint__max_failures=2): a run in this process, on one rank, at step 0."""
+    """start("name", train__steps=20): a run in this process, on one rank, at step 0."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # set by `process_group`
         monkeypatch.setenv(name, {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}.get(name, "0"))
     with contextlib.ExitStack() as stack:
@@ -95,9 +95,10 @@ def writing_threads() -> list[str]:
 
 @full_disk()
 def test_training_goes_on_while_the_checkpoint_keeps_the_step_it_was_taken_at(
-    start: Callable[..., TrainingState],
+    start: Callable[..., TrainingState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = start("goes-on", checkpoint__max_failures=10)
+    monkeypatch.setattr("training.checkpoint.writer.RETRY_AFTER_S", 3)  # the disk has room again before the next try
+    state = start("goes-on")
     with saver_of(state) as saver:
         take_steps(state, range(1, 4), saver=saver)
         expected = weights(state)
@@ -130,9 +131,9 @@ def test_a_failed_write_is_reported_and_tried_again(
 
 
 @full_disk()
-def test_the_run_fails_after_max_failures_and_cleans_up(start: Callable[..., TrainingState]) -> None:
-    state = start("fails", checkpoint__max_failures=2)
-    with pytest.raises(RuntimeError, match=r"rank 0 could not write .* try 2 of 2: free space or repair the disk"):
+def test_the_run_fails_after_three_tries_and_cleans_up(start: Callable[..., TrainingState]) -> None:
+    state = start("fails")
+    with pytest.raises(RuntimeError, match=r"rank 0 could not write .* try 3 of 3: free space or repair the disk"):
         save_first_step(state)
     assert finished_checkpoints(state.run_dir) == []
     assert leftovers(state.run_dir) == []
@@ -159,15 +160,6 @@ def test_the_next_checkpoint_waits_for_the_one_before_it_and_takes_no_more_memor
     assert "for the checkpoint of step 1: its disk is slower than checkpoint.every_steps = 3 steps" in caplog.text
     assert stalled_s > 0.5, "the first was tried again after a second"
     assert [damage(folder) for folder in finished_checkpoints(state.run_dir)] == [None, None]
-
-
-def test_a_synchronous_checkpoint_is_there_when_save_returns(start: Callable[..., TrainingState]) -> None:
-    state = start("synchronous", checkpoint__asynchronous=False)
-    with saver_of(state) as saver:
-        take_steps(state, range(1, 2), saver=saver)
-        saver.save(1, tokens=128, val_loss=None)
-        assert [damage(folder) for folder in finished_checkpoints(state.run_dir)] == [None]
-        assert writing_threads() == []
 
 
 @full_disk()
@@ -209,12 +201,12 @@ def test_two_ranks_survive_a_disk_that_is_full_for_a_while_on_one_of_them(make_r
 
 @pytest.mark.slow
 def test_two_ranks_fail_alike_when_the_disk_of_one_stays_full(make_run: Callable[..., Path]) -> None:
-    plan_path = make_run("two-ranks-for-good", ranks=2, checkpoint__max_failures=2)
+    plan_path = make_run("two-ranks-for-good", ranks=2)
     ranks = on_full_disk(plan_path, "for-good")
     assert ranks.wait() == [1, 1]
     ends = [line for line in ranks.log().splitlines() if line.startswith("RuntimeError: checkpoint of step 3: rank 1")]
     assert len(ends) == 2
-    assert all("try 2 of 2: free space or repair the disk, then start the run again" in line for line in ends)
+    assert all("try 3 of 3: free space or repair the disk, then start the run again" in line for line in ends)
     assert not (plan_path.parent / "result.json").exists()
     assert leftovers(plan_path.parent) == []
 

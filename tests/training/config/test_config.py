@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from tests.support.configs import tiny_config
 from training.config.run import RunConfig
-from training.config.serving import ServeConfig, ServingConfig, TritonConfig
+from training.config.serving import ServeConfig, ServingConfig
 from training.facts.strategies import STRATEGIES, Strategy
 
 COMBINATIONS = [
@@ -136,7 +136,7 @@ def all_fields(part: type[BaseModel], prefix: str = "") -> list[tuple[str, Any]]
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [field for config in (RunConfig, ServeConfig, TritonConfig) for field in all_fields(config)],
+    [field for config in (RunConfig, ServeConfig) for field in all_fields(config)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_field_explains_itself_in_the_form(name: str, field: Any) -> None:

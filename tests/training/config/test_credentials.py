@@ -88,9 +88,7 @@ def refusal(of: type[BaseModel], name: str, value: Any) -> str:
     *sections, field = name.split(".")
     content: Any = {field: value}
     for section in reversed(sections):
-        content = {
-            section: (content,) if section in ("sources", "hosts", "tolerations", "tasks", "phases") else content
-        }
+        content = {section: (content,) if section in ("sources", "hosts", "phases") else content}
     assert not form(of).is_valid(json.loads(json.dumps(content))), name
     with pytest.raises(ValidationError) as refused:
         of.model_validate(content)

@@ -34,8 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 def test_shares_are_those_of_a_mean_and_of_a_moving_average() -> None:
     assert TrainConfig(average="mean").average_shares(4) == [0.25] * 4
-    assert TrainConfig(average="ema", average_decay=0.5).average_shares(3) == [0.25, 0.25, 0.5]
-    assert TrainConfig(average="ema", average_decay=0.9).average_shares(2) == pytest.approx([0.9, 0.1])
+    assert TrainConfig(average="ema").average_shares(3) == [0.25, 0.25, 0.5]
 
 
 def test_the_plan_says_what_is_averaged_and_refuses_too_few_checkpoints() -> None:

@@ -26,7 +26,7 @@ from training.config.train import learning_rate
 from training.data.loader import Loader
 from training.models.language_model import LanguageModel
 from training.records.plan import RunPlan
-from training.strategies.optim import parameter_groups
+from training.strategies.optim import BETA1, parameter_groups
 from training.tracking.rows import read_rows
 
 SIZES = {
@@ -104,7 +104,7 @@ class Plain:
         train, loader = plan.config.train, Loader(plan, dp_rank=0, device=torch.device("cpu"))
         adamw = torch.optim.AdamW(
             parameter_groups(dict(model.named_parameters()), weight_decay=train.weight_decay),
-            betas=(train.beta1, train.beta2),
+            betas=(BETA1, train.beta2),
         )
         self.model, self.losses = model, list[float]()
         for step in range(plan.steps):

@@ -104,11 +104,6 @@ REFUSED = [
         (2,),
         "1 micro-batches per step .* parallel.pp = 2 needs at least 2",
     ),
-    (
-        {"parallel__static_graph": True},
-        (2,),
-        "parallel.static_graph with 2 accumulated micro-batches.*: set train.micro_batch=4 or",
-    ),
     ({"parallel__tp": 4}, (2,), r"1 nodes x 2 devices = 2 ranks, not divisible by tp\*pp = 4: change parallel.tp"),
     (
         {"model__width": 65_536, "model__layers": 100, "model__kv_heads": 0},

@@ -122,16 +122,12 @@ def test_a_resume_on_another_mesh_drops_the_residuals_and_logs_it(
 
 
 @pytest.mark.slow
-def test_ddps_settings_leave_compression_as_it_is(
+def test_the_size_of_buckets_leaves_compression_as_it_is(
     trained: Callable[[str], Path], make_run: Callable[..., Path]
 ) -> None:
-    ddp_settings = {
-        "parallel__bucket_mib": 1,
-        "parallel__gradient_as_bucket_view": False,
-        "parallel__static_graph": True,
-    }
     settings = {"train__steps": STEPS, "train__clip_norm": 0.5, "train__micro_batch": 4}
-    plan_path = make_run("ddp-settings", ranks=2, parallel__strategy="ddp", **settings, **ddp_settings, **KINDS["topk"])
+    small = {"parallel__bucket_mib": 1}
+    plan_path = make_run("small-buckets", ranks=2, parallel__strategy="ddp", **settings, **small, **KINDS["topk"])
     run_ranks(plan_path)
     reference = make_run("default-settings", ranks=2, parallel__strategy="ddp", **settings, **KINDS["topk"])
     run_ranks(reference)

@@ -306,12 +306,7 @@ def test_replicas_of_unlike_shape_hold_the_same_bits(make_run: Callable[..., Pat
 
 
 def test_ddp_settings_change_no_result(alone: Callable[..., Path], make_run: Callable[..., Path]) -> None:
-    ddp_settings = {
-        "parallel__bucket_mib": 1,
-        "parallel__gradient_as_bucket_view": False,
-        "parallel__static_graph": True,
-        "train__deterministic": True,
-    }
+    ddp_settings = {"parallel__bucket_mib": 1, "train__deterministic": True}
     plan_path = make_run("ddp-settings", ranks=2, **COMMON, train__micro_batch=4, **ddp_settings)
     run_ranks(plan_path)
     assert_equal_training(alone("llama"), plan_path)

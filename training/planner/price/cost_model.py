@@ -168,7 +168,6 @@ def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> C
     carried = "fp32" if not low else "16 bits" if travels_in_16_bits or train.residual == "bf16" else "autocast"
     runs_whole = layout.is_undivided and not muon
     by_deepspeed, is_ours = row.by_deepspeed and runs_whole, row.by_deepspeed and not runs_whole
-    copies_gradients = layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view
     # DeepSpeed's overlap_comm fills one bucket while another travels
     num_buckets = 3 if kind == "cuda" and row.by_deepspeed and row.stage < 3 and layout.is_undivided else 2
     # between groups; those that drift synchronize only in outer steps
@@ -187,7 +186,6 @@ def our_cost_model(config: RunConfig, job: Job, layout: Layout, kind: Kind) -> C
             gather_bytes=2.0 if travels_in_16_bits else 4.0,
         ),
         MemoryCosts(
-            gradient_bytes=8.0 if copies_gradients else 4.0,
             hidden_optimizer_bytes=4.0 if muon else 8.0,
             bucket_bytes=num_buckets * parallel.bucket_mib * 2**20,
             cast_bytes=2.0 if low else 0.0,

@@ -173,8 +173,7 @@ def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> 
         return parts
     own, saving = rank_checkpoint_bytes(config, step.parameters, step.num_shards), config.checkpoint
     parts[TRACKING] = TRACKING_GIB
-    if saving.asynchronous:  # on a GPU host they are not the device's
-        parts["checkpoint being written"] = (12 * step.parameters / layout.gradient_ranks + own) / GIB
+    parts["checkpoint being written"] = (12 * step.parameters / layout.gradient_ranks + own) / GIB
     if saving.memory_every_steps:
         whole = (12 * job.shape.parameters + layout.gradient_ranks * own) / GIB
         parts["copy in memory being made"] = whole / layout.world_size

@@ -97,7 +97,7 @@ def check_choice(config: RunConfig, chosen: ChosenLayout, hf_config: Mapping[str
 def _check_cross_attention(config: RunConfig, chosen: ChosenLayout, hf: Mapping[str, Any]) -> None:
     """Raise ValueError for parameters that get no gradient under a strategy that needs one of each."""
     layout = chosen.layout
-    waits = layout.row.engine == "ddp" and layout.dp > 1 and not config.parallel.static_graph
+    waits = layout.row.engine == "ddp" and layout.dp > 1
     needs_all = (waits and layout.pp == 1) or (layout.row.by_deepspeed and layout.tp == layout.pp == 1)
     if hf.get("add_cross_attention") and needs_all and not config.train.freeze:
         raise ValueError(

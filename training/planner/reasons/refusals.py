@@ -157,7 +157,7 @@ def _batch_refusal(question: Question, mesh: Mesh) -> str | None:
             f"{batch // dp} sequences per data-parallel rank (train.global_batch = {batch} / {dp}) "
             f"are not a multiple of train.micro_batch = {asked}: change one of them, or set train.micro_batch=0"
         )
-    refusals = [accumulation_refusal(config, accumulation, mesh, dp=dp) for _, accumulation in sizes]
+    refusals = [accumulation_refusal(accumulation, mesh) for _, accumulation in sizes]
     return None if None in refusals else refusals[0]
 
 
@@ -172,19 +172,11 @@ def _offload_refusal(question: Question, mesh: Mesh) -> str | None:
     )
 
 
-def accumulation_refusal(config: RunConfig, accumulation: int, mesh: Mesh, *, dp: int) -> str | None:
+def accumulation_refusal(accumulation: int, mesh: Mesh) -> str | None:
     """The number of micro-batches that each replica makes in a step.
 
-    1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many. DDP's static
-    graph cannot begin with a micro-batch that is not reduced (an assertion in torch 2.13's reducer).
+    1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many.
     """
-    most = accumulation * config.train.most_accumulated
-    if config.parallel.static_graph and most > 1:
-        return (
-            f"parallel.static_graph with {most} accumulated micro-batches is more than DDP can: set "
-            f"train.micro_batch={config.train.global_batch // dp}"
-            f"{' and train.batch_schedule=[]' * bool(config.train.batch_schedule)} or parallel.static_graph=false"
-        )
     interleaved = mesh.stages_per_rank > 1
     if accumulation < mesh.pp or (interleaved and accumulation % mesh.pp):
         need = f"a multiple of {mesh.pp}" if interleaved else f"at least {mesh.pp}"
