@@ -1,4 +1,4 @@
-"""Fixtures of the hosts that launchers start ranks on: Docker hosts, Slurm nodes, and a run that none of them disturbs.
+"""Fixtures of the hosts that launchers start ranks on (Docker, Slurm, pods), and a run that none of them disturbs.
 
 All tests may ask for them; nothing is imported for them before one does.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from tests.support.backends import Kubernetes
     from tests.support.rig.rig import Rig
     from tests.support.slurm_cluster import SlurmCluster
 
@@ -86,6 +87,18 @@ def cluster(whole_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield whole_cluster
     finally:
         whole_cluster.reset()
+
+
+@pytest.fixture
+def pods(embedded_home: Path, tiny_shards: Path, tmp_path: Path) -> Iterator[Kubernetes]:
+    """Makes runs whose ranks are in pods."""
+    from tests.support.backends import Kubernetes
+    from tests.support.kubernetes_api import KubernetesApi, why_no_pods
+
+    if reason := why_no_pods():
+        pytest.skip(reason)
+    with KubernetesApi(tmp_path / "cluster") as api:
+        yield Kubernetes(embedded_home, tiny_shards, api)
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,14 @@
 
 import io
 import json
-import lzma
 import os
 import random
 import tarfile
 import zipfile
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 STORIES = [f"Story {i}. Once there was a fox who counted to {i * 7} and slept.\n" for i in range(40)]
@@ -18,6 +19,12 @@ FOREIGN = [f"{text}naïve café Привет {i} 山中" for i, text in enumerat
 
 def json_lines(texts: list[str]) -> str:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def parquet_of(texts: list[str]) -> bytes:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), buffer)
+    return buffer.getvalue()
 
 
 def write_texts(folder: Path, *, start: int = 0) -> Path:
@@ -41,14 +48,6 @@ def write_zip(path: Path) -> Path:
         for number, text in enumerate(STORIES):
             archive.writestr(f"{number}.txt", text)
     return path
-
-
-def write_mixed(folder: Path) -> Path:
-    """A README beside a corpus that is compressed with xz."""
-    folder.mkdir()
-    (folder / "README.md").write_text("# Stories\nA corpus of stories. " * 20)
-    (folder / "part-0.jsonl.xz").write_bytes(lzma.compress(json_lines(STORIES).encode()))
-    return folder
 
 
 def talk(*, closed: bool) -> list[str]:

@@ -25,7 +25,7 @@ from tasks.data.engine import LocalProcesses, Task, check_of_worker, run_chunks,
 from tasks.data.readers import Piece, Span, read_spans
 from tasks.data.sources import SkippedDocuments, Source, find_sources
 from tasks.data.survey import SurveyWork
-from tests.support.tiny_corpus import all_documents, contents, decoded, prepare, write_json_lines
+from tests.support.tiny_corpus import all_documents, assert_refused, contents, decoded, prepare, write_json_lines
 from tests.support.waiting import until
 from training.config.data import DataConfig
 from training.records.token_shards import TokenShards
@@ -248,16 +248,14 @@ def test_a_fault_in_a_late_chunk_is_named_with_its_line(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"{number} " + "some words " * 100}).encode() for number in range(3000)]
     lines[2500] = b"{"
     source.write_bytes(b"\n".join(lines))
-    with pytest.raises(ValueError, match=r"a\.jsonl:2501: not valid JSON"):
-        prepare(tmp_path, source, shard_mib=1, processes=1)
+    assert_refused(r"a\.jsonl:2501: not valid JSON", tmp_path, source, shard_mib=1, processes=1)
     lines[17] = b"7"
     source.write_bytes(b"\n".join(lines))
     _, shards = prepare(tmp_path, source, shard_mib=1, processes=1, on_error="skip")
     assert [example.split(": ")[0] for example in shards.skipped_examples] == ["a.jsonl:18", "a.jsonl:2501"]
     text = tmp_path / "b.txt"
     text.write_bytes(b"fine\n" * 500_000 + b"b\xffd\n" + b"fine\n" * 100)
-    with pytest.raises(ValueError, match=r"b\.txt:500001: invalid UTF-8 \(byte 0xff\)"):
-        prepare(tmp_path, text, shard_mib=1, processes=1)
+    assert_refused(r"b\.txt:500001: invalid UTF-8 \(byte 0xff\)", tmp_path, text, shard_mib=1, processes=1)
 
 
 def test_what_was_skipped_is_known_after_a_resume(tmp_path: Path) -> None:
@@ -280,8 +278,7 @@ def test_parquet_is_cut_between_row_groups_and_its_rows_keep_their_numbers(tmp_p
     texts[1234] = None
     source = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": texts}), source, row_group_size=100, use_dictionary=False)
-    with pytest.raises(ValueError, match=r"a\.parquet:row 1235: the document is null"):
-        prepare(tmp_path, source, shard_mib=1, processes=1)
+    assert_refused(r"a\.parquet:row 1235: the document is null", tmp_path, source, shard_mib=1, processes=1)
     folder, shards = prepare(tmp_path, source, shard_mib=1, processes=1, on_error="skip")
     assert shards.skipped_examples == ("a.parquet:row 1235: the document is null, not text",)
     assert len([shard for shard in shards.shards if shard.split == "train"]) >= 4

@@ -12,7 +12,7 @@ import pytest
 from tasks.data import chunks, corpus
 from tasks.data.readers.documents import BLOCK_CHARACTERS
 from tests.support.text_cases import FOREIGN, STORIES, json_lines, talk, write_articles, write_table
-from tests.support.tiny_corpus import all_documents, prepare
+from tests.support.tiny_corpus import all_documents, assert_read, prepare
 from training.shards.format import SPLITS
 
 HUGE = "9" * 5000
@@ -36,8 +36,7 @@ def refusal(tmp_path: Path, source: Path, **options: Any) -> str:
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 def test_a_tsv_has_no_quoting(tmp_path: Path, closed: bool, on_error: str) -> None:
     rows = talk(closed=closed)
-    folder, shards = prepare(tmp_path, write_table(tmp_path / "a.tsv", rows, delimiter="\t"), on_error=on_error)
-    assert sorted(all_documents(folder)) == sorted(rows)
+    shards = assert_read(rows, tmp_path, write_table(tmp_path / "a.tsv", rows, delimiter="\t"), on_error=on_error)
     assert shards.skipped == 0
 
 
@@ -85,8 +84,7 @@ def test_all_rows_that_an_open_quote_swallows_are_counted(
     assert shards.skipped + shards.documents("train") + shards.documents("validation") >= 40
     assert shards.skipped >= lost
     assert "data.table.quoting=none" in message
-    folder, shards = prepare(tmp_path, source, table={"quoting": "none"})  # the cure
-    assert sorted(all_documents(folder)) == sorted(rows)
+    assert_read(rows, tmp_path, source, table={"quoting": "none"})
     assert kept < 40
 
 
@@ -101,8 +99,7 @@ def test_another_delimiter_is_found_said_and_read(tmp_path: Path, name: str, del
     source = write_table(tmp_path / name, rows, delimiter=delimiter)
     assert f"set data.table.delimiter={delimiter!r}" in refusal(tmp_path, source)
     written = repr(delimiter)[1:-1]  # as in the message: a shell hands on the two characters of \\t
-    folder, _ = prepare(tmp_path, source, table={"delimiter": written})
-    assert sorted(all_documents(folder)) == sorted(rows)
+    assert_read(rows, tmp_path, source, table={"delimiter": written})
 
 
 def test_escapes_and_carriage_returns(tmp_path: Path) -> None:
@@ -171,8 +168,7 @@ def test_text_inside_objects_is_read_by_its_path(tmp_path: Path) -> None:
     for column in ("text", "content"):
         cure = refusal(tmp_path, source, column=column).partition("set data.column to one of them that holds text, ")[2]
         assert cure.startswith("'content.text';")
-    folder, _ = prepare(tmp_path, source, column="content.text")
-    assert sorted(all_documents(folder)) == sorted(STORIES)
+    assert_read(STORIES, tmp_path, source, column="content.text")
     array = write(tmp_path / "a.json", json.dumps(rows))
     assert sorted(all_documents(prepare(tmp_path, array, column="content.text")[0])) == sorted(STORIES)
     flat = write(tmp_path / "b.jsonl", "".join(json.dumps({"content.text": text}) + "\n" for text in STORIES))
@@ -180,8 +176,7 @@ def test_text_inside_objects_is_read_by_its_path(tmp_path: Path) -> None:
 
 
 def test_one_object_per_file_is_one_document(tmp_path: Path) -> None:
-    folder, _ = prepare(tmp_path, write_articles(tmp_path / "articles"))
-    assert sorted(all_documents(folder)) == sorted(STORIES)
+    assert_read(STORIES, tmp_path, write_articles(tmp_path / "articles"))
     several = write(tmp_path / "a.json", "\n".join(json.dumps({"text": text}, indent=1) for text in STORIES))
     assert sorted(all_documents(prepare(tmp_path, several)[0])) == sorted(STORIES)
 
@@ -207,8 +202,7 @@ def test_rows_inside_one_object_are_read_by_its_field(tmp_path: Path, indent: in
     wrapped = {"version": 1, "data": [{"text": text} for text in STORIES]}
     source = write(tmp_path / "a.json", json.dumps(wrapped, indent=indent))
     assert "set data.json_field=data" in refusal(tmp_path, source)
-    folder, _ = prepare(tmp_path, source, json_field="data")
-    assert sorted(all_documents(folder)) == sorted(STORIES)
+    assert_read(STORIES, tmp_path, source, json_field="data")
     assert "set data.json_field to one of its lists, 'data'" in refusal(tmp_path, source, json_field="rows")
 
 
@@ -296,16 +290,14 @@ def test_another_encoding_is_offered_only_where_it_can_help(tmp_path: Path) -> N
 )
 def test_every_way_to_keep_text_in_parquet_is_read(tmp_path: Path, column: pa.Array) -> None:
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    folder, _ = prepare(tmp_path, tmp_path / "a.parquet")
-    assert sorted(all_documents(folder)) == sorted(STORIES)
+    assert_read(STORIES, tmp_path, tmp_path / "a.parquet")
 
 
 def test_text_inside_structs_is_read_by_its_path(tmp_path: Path) -> None:
     rows = [{"a": {"b": text, "n": i}, "score": i} for i, text in enumerate(STORIES)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
     assert "set data.column to one of them that holds text, 'a.b'" in refusal(tmp_path, tmp_path / "a.parquet")
-    folder, shards = prepare(tmp_path, tmp_path / "a.parquet", column="a.b", where="score > 9 and a.n < 30")
-    assert sorted(all_documents(folder)) == sorted(STORIES[10:30])
+    shards = assert_read(STORIES[10:30], tmp_path, tmp_path / "a.parquet", column="a.b", where="score > 9 and a.n < 30")
     assert shards.filtered == 20
 
 
