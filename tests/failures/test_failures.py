@@ -35,6 +35,7 @@ from tests.support.backends import (
     ranks_of,
     resume_once_told,
 )
+from tests.support.configs import read_plan
 from tests.support.launched_runs import (
     at_step,
     causes,
@@ -118,7 +119,7 @@ def test_a_killed_node_costs_seconds(backend: Backend, undisturbed: Undisturbed)
 @not_slurm_in_ci
 def test_standbys_take_over(backend: Backend, undisturbed: Undisturbed) -> None:
     run_dir = backend.make("standby", launch__standby_after_s=0.0)
-    expected, hosts = undisturbed(run_dir), RunPlan.read(run_dir / "plan.json").hosts
+    expected, hosts = undisturbed(run_dir), read_plan(run_dir).hosts
     folder = run_dir / "attempts" / "standby"
 
     def strike() -> None:
@@ -313,7 +314,7 @@ def test_a_resume_takes_over_an_attempt_that_still_lives(backend: Backend, undis
 def assert_ends_at_once(backend: Backend, undisturbed: Undisturbed, mistake: Mistake, *, cause: str) -> None:
     """The first attempt at a mistaken plan is the last one; with the good plan the run goes on."""
     run_dir = backend.make("mistaken", checkpoint__every_steps=STEPS)
-    good, expected = RunPlan.read(run_dir / "plan.json"), undisturbed(run_dir)
+    good, expected = read_plan(run_dir), undisturbed(run_dir)
     mistake(good).write(run_dir / "plan.json")
     with pytest.raises(RunFailed, match="another attempt would end the same way") as failed:
         train(run_dir)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from tasks.workspace.processes import free_port
-from tests.support.configs import inventory
+from tests.support.configs import inventory, read_plan
 from tests.support.kubernetes_api import KubernetesApi
 from tests.support.launched_runs import tokens_of
 from tests.support.rig.rig import Rig
@@ -117,7 +117,7 @@ class Local(Backend):
         """The node program alone: its ranks live on until somebody ends them."""
         (node,) = (node for node in nodes_of(run_dir) if _ranks_below(node))
         node.kill()
-        return RunPlan.read(run_dir / "plan.json").hosts[0]
+        return read_plan(run_dir).hosts[0]
 
 
 class Docker(Backend):

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.configs import read_plan
+
 if TYPE_CHECKING:
     from tests.support.backends import Kubernetes
     from tests.support.rig.rig import Rig
@@ -111,12 +113,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], di
     from tests.support.ranks import losses, run_ranks
     from training.config.launch import LaunchConfig
     from training.config.run import CheckpointConfig
-    from training.records.plan import RunPlan
 
     known: dict[str, dict[int, float]] = {}
 
     def find(run_dir: Path) -> dict[int, float]:
-        plan = RunPlan.read(run_dir / "plan.json")
+        plan = read_plan(run_dir)
         parallel = plan.config.parallel.model_copy(update={"timeout_s": 60})
         sections = {"launch": LaunchConfig(), "checkpoint": CheckpointConfig(), "parallel": parallel}
         config = plan.config.model_copy(update=sections)

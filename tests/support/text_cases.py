@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 STORIES = [f"Story {i}. Once there was a fox who counted to {i * 7} and slept.\n" for i in range(40)]
 HELLOS = [f"Text number {i} says hello to the world, and the world says hello back.\n" for i in range(200)]
@@ -98,7 +98,7 @@ def write_languages(folder: Path, *, words: int = 12_000) -> Path:
 # Tokenizers
 
 
-def _save(folder: Path, tokenizer: Tokenizer, **config: str) -> Path:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, **config: str) -> Path:
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
@@ -113,7 +113,7 @@ def unigram(folder: Path) -> Path:
         vocab_size=200, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
     )
     tokenizer.train_from_iterator(HELLOS, trainer)
-    return _save(folder, tokenizer, eos_token="</s>", unk_token="<unk>")
+    return write_tokenizer(folder, tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
 def characters_without_unknown(folder: Path) -> Path:
@@ -122,7 +122,7 @@ def characters_without_unknown(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], show_progress=False)
     tokenizer.train_from_iterator(HELLOS, trainer)
-    return _save(folder, tokenizer, eos_token="</s>")
+    return write_tokenizer(folder, tokenizer, eos_token="</s>")
 
 
 def word_piece(folder: Path) -> Path:
@@ -131,17 +131,28 @@ def word_piece(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"], show_progress=False)
     tokenizer.train_from_iterator(HELLOS, trainer)
-    return _save(folder, tokenizer, sep_token="[SEP]", unk_token="[UNK]")
+    return write_tokenizer(folder, tokenizer, sep_token="[SEP]", unk_token="[UNK]")
+
+
+def letters_and_bytes(*special_tokens: str) -> Tokenizer:
+    """A BPE of the letters of HELLOS, and of bytes for all others."""
+    alphabet = sorted({character for text in HELLOS for character in text} | {"▁"})
+    tokens = [*special_tokens, *(f"<0x{byte:02X}>" for byte in range(256)), *alphabet]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+
+
+def as_sentencepiece(tokenizer: Tokenizer) -> None:
+    """Spaces are letters, and one stands before each text."""
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
 def byte_fallback(folder: Path) -> Path:
     """As Llama 2 has it: bytes stand for characters that are not in the vocabulary."""
-    alphabet = sorted({character for text in HELLOS for character in text} | {"▁"})
-    tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *alphabet]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = letters_and_bytes("<unk>", "</s>")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    return _save(folder, tokenizer, eos_token="</s>", unk_token="<unk>")
+    return write_tokenizer(folder, tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
 def words_without_unknown(folder: Path) -> Path:
@@ -149,4 +160,4 @@ def words_without_unknown(folder: Path) -> Path:
     words = sorted({word for text in HELLOS for word in text.split()} | {"</s>"})
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _save(folder, tokenizer, eos_token="</s>")
+    return write_tokenizer(folder, tokenizer, eos_token="</s>")

@@ -48,7 +48,6 @@ PARTS = [
     "\t",
     "x" * 40,
 ]
-BREAKS = {"a.txt": "line", "b.txt": "paragraph", "d.jsonl": "line"}
 
 
 def source_of(path: Path, unit: Any) -> tuple[Source, DataConfig]:
@@ -70,40 +69,23 @@ def documents(spans: Sequence[Span], data: DataConfig) -> list[tuple[str, str]]:
     return found
 
 
-def random_text(seed: int, *, longest: int = 60) -> bytes:
-    draw = random.Random(seed)
-    return "".join(draw.choice(PARTS) for _ in range(draw.randrange(longest))).encode()
-
-
-@pytest.mark.parametrize("name", BREAKS)
-@pytest.mark.parametrize("bom", [b"", codecs.BOM_UTF8])
-def test_spans_of_any_size_hold_the_documents_of_the_whole_file(tmp_path: Path, name: str, bom: bytes) -> None:
-    for seed in range(60):
-        text = random_text(seed)
-        if name == "d.jsonl":
-            lines = [json.dumps({"text": line}, ensure_ascii=False) for line in text.decode().split("\n")]
-            text = "\n".join(lines).encode()
-        (tmp_path / name).write_bytes(bom + text)
-        source, data = source_of(tmp_path / name, BREAKS[name])
-        whole = documents([Span(0, source)], data)
-        size = len(bom + text)
-        for each in (1, 2, 3, 7, 50):
-            cuts = [*range(0, size, each), size]
-            spans = [Span(0, source, start, stop) for start, stop in itertools.pairwise(cuts)]
-            assert documents(spans, data) == whole, f"seed {seed}, spans of {each} bytes"
-
-
-def test_a_long_document_may_be_cut_at_any_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["line.txt", "paragraph.txt", "file.txt", "line.jsonl"])
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
+def test_any_cut_gives_the_documents_of_the_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mark: bytes
+) -> None:
     monkeypatch.setattr("tasks.data.readers.plain_text.BORDER_BYTES", 40)
-    for seed in range(12):
-        text = random_text(seed, longest=400)
-        (tmp_path / "a.txt").write_bytes(text)
-        source, data = source_of(tmp_path / "a.txt", "file")
-        whole = documents([Span(0, source)], data)
-        for first in range(1, 45):
-            cuts = [0, *range(first, len(text), 45), len(text)]
-            spans = [Span(0, source, start, stop) for start, stop in itertools.pairwise(cuts)]
-            assert documents(spans, data) == whole, f"seed {seed}, first cut at {first}"
+    unit, _, suffix = name.partition(".")
+    for seed in range(200):
+        draw = random.Random(seed)
+        text = "".join(draw.choices(PARTS, k=draw.randrange(1, 10 + seed)))
+        if suffix == "jsonl":
+            text = "\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in text.split("\n"))
+        size = (tmp_path / name).write_bytes(mark + text.encode())
+        source, data = source_of(tmp_path / name, unit)
+        borders = sorted({0, size, *draw.choices(range(size), k=draw.choice((1, 5, 50, size)))})
+        spans = [Span(0, source, start, stop) for start, stop in itertools.pairwise(borders)]
+        assert documents(spans, data) == documents([Span(0, source)], data), f"seed {seed}"
 
 
 def test_each_format_is_cut_where_it_can_be_and_stays_whole_elsewhere(tmp_path: Path) -> None:

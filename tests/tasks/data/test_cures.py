@@ -167,7 +167,10 @@ CASES: dict[Cure, list[Case]] = {
         Case(file("a.csv", table(WORDS, "id,body")), lambda path, message, cure: {"column": "body"}),
         Case(file("a.csv", table(WORDS, "id, body")), lambda path, message, cure: {"column": "body"}),
     ],
-    Cure.JSON_FIELD: [Case(file("a.json", json.dumps({"data": [{"text": text} for text in STORIES]})))],
+    Cure.JSON_FIELD: [
+        Case(file("a.json", json.dumps({"version": 1, "data": [{"text": text} for text in STORIES]}, indent=indent)))
+        for indent in (None, 2)
+    ],
     Cure.JSON_FIELDS: [
         Case(
             file("a.json", json.dumps({"data": [{"text": text} for text in STORIES]})),
@@ -178,6 +181,9 @@ CASES: dict[Cure, list[Case]] = {
     Cure.DELIMITER: [
         Case(file("a.csv", table(WORDS, "id;text", ";"))),
         Case(file("a.csv", table(WORDS, "id|text", "|"))),
+        Case(file("a.csv", table(WORDS, "id\ttext", "\t"))),
+        Case(file("a.tsv", table(WORDS))),
+        Case(file("a.csv", table([f'"a; {number}"' for number in range(30)], '"id";"text"', ";"))),
     ],
     Cure.QUOTED: [
         Case(file("a.tsv", table(QUOTED, "id\ttext", "\t"))),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tasks.data.sources import check_paths
-from tests.support.s3_server import BUCKET, SECRET, S3Server, s3_server
+from tests.support.s3_server import BUCKET, SECRET, S3Server, s3_server, seen_anew
 from tests.support.text_cases import json_lines, parquet_of
 from tests.support.tiny_corpus import assert_refused, prepare, web_server, write_files
 from training.config.data import DataConfig
@@ -38,13 +38,7 @@ def served() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(served: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    for name, value in served.environment.items():
-        monkeypatch.setenv(name, value)
-    served.faults.kind, served.faults.count = "none", 0
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
-    return served
+    return seen_anew(served, monkeypatch)
 
 
 def test_a_prefix_of_a_bucket_is_a_corpus_like_a_folder(s3: S3Server, tmp_path: Path) -> None:

@@ -19,11 +19,10 @@ from tasks.launch.kubernetes import KubernetesLauncher
 from tasks.launch.recovery import attempts_of
 from tasks.runs.errors import RunFailed
 from tests.support.backends import STRIKE, Kubernetes
-from tests.support.configs import tiny_config
+from tests.support.configs import read_plan, tiny_config
 from tests.support.launched_runs import at_step, causes, curve, train
 from tests.support.waiting import until
 from training.config.launch import LaunchConfig
-from training.records.plan import RunPlan
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +59,7 @@ def test_a_run_in_pods_is_one_of_this_machine_whose_it_is_they_tell_and_no_secre
     assert curve(run_dir) == undisturbed(run_dir)
     annotations = [pod["metadata"]["annotations"] for pod in seen]
     assert [(found[RUN], found[HOSTS]) for found in annotations] == [("same", "node-0,node-1")] * 2
-    launcher = KubernetesLauncher(RunPlan.read(run_dir / "plan.json").config.launch, run_dir=run_dir)
+    launcher = KubernetesLauncher(read_plan(run_dir).config.launch, run_dir=run_dir)
     assert [host.name for host in launcher.hosts()] == ["node-0", "node-1"]
     made = {found["kind"]: found for found in pods.api.created}
     assert set(made) == {"Secret", "Job", "Service"}
