@@ -16,6 +16,9 @@ def backend(request: pytest.FixtureRequest, tiny_shards: Path, monkeypatch: pyte
     """With an empty SHARDLINE_HOME and an MLflow that its ranks reach. Only what its name needs has to be there."""
     from tests.support.backends import Docker, Local, Slurm
 
+    if request.param == "kubernetes":
+        pods: Backend = request.getfixturevalue("pods")
+        return pods
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if request.param == "docker":
         rig = request.getfixturevalue("rig")

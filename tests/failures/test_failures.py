@@ -1,8 +1,9 @@
-"""The failures of docs/multi-node.md, "When something fails", on this machine, on Docker hosts and under Slurm.
+"""The failures of docs/multi-node.md, "When something fails", on this machine, Docker hosts, Slurm and Kubernetes.
 
 Each time the causes of the attempts are the true ones, the losses are to the bit those of plain ranks that nothing
 happened to, MLflow has the true status (`train` and `reported` see to that), and nothing is left behind. Failures that
-only one launcher can have are in tests/rig (test_recovery, test_partitions, test_storage) and in tests/slurm.
+only one launcher can have are in tests/rig (test_recovery, test_partitions, test_storage), tests/slurm and
+tests/tasks/launch/test_kubernetes.py.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from tests.support.backends import (
     STRIKE,
     Backend,
     Docker,
+    Kubernetes,
     Local,
     Slurm,
     memory_folder,
     ranks_of,
     resume_once_told,
 )
+from tests.support.configs import read_plan
 from tests.support.launched_runs import (
     at_step,
     causes,
@@ -56,7 +59,7 @@ pytestmark = pytest.mark.slow
 
 Undisturbed = Callable[[Path], dict[int, float]]
 Mistake = Callable[[RunPlan], RunPlan]
-MARKS = {"local": [], "docker": [pytest.mark.rig], "slurm": [pytest.mark.slurm]}
+MARKS = {"local": [], "docker": [pytest.mark.rig], "slurm": [pytest.mark.slurm], "kubernetes": []}
 MOST_S = 30.0  # from a failure to the next step: on two quiet cores it is 6 s, imports on busy ones take the rest
 FAULT = "CUDA error: uncorrectable ECC error encountered"
 
@@ -70,6 +73,7 @@ def launched_on(*names: str, long: Collection[str] = ()) -> pytest.MarkDecorator
 only_local_in_ci = launched_on("local", "docker", "slurm", long=("docker", "slurm"))
 only_docker_in_ci = launched_on("local", "docker", "slurm", long=("local", "slurm"))
 not_slurm_in_ci = launched_on("local", "docker", "slurm", long=("slurm",))
+with_kubernetes = launched_on(*("local", "docker", "slurm", "kubernetes"), long=("docker", "slurm", "kubernetes"))
 never_in_ci = launched_on("local", "docker", "slurm", long=("local", "docker", "slurm"))  # other tests show more
 
 
@@ -93,7 +97,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(backend: Backen
     backend.assert_nothing_is_left(run_dir)
 
 
-@not_slurm_in_ci
+@launched_on("local", "docker", "slurm", "kubernetes", long=("slurm",))
 def test_a_killed_node_costs_seconds(backend: Backend, undisturbed: Undisturbed) -> None:
     run_dir = backend.make("node")
     expected, killed_at = undisturbed(run_dir), list[float]()
@@ -115,7 +119,7 @@ def test_a_killed_node_costs_seconds(backend: Backend, undisturbed: Undisturbed)
 @not_slurm_in_ci
 def test_standbys_take_over(backend: Backend, undisturbed: Undisturbed) -> None:
     run_dir = backend.make("standby", launch__standby_after_s=0.0)
-    expected, hosts = undisturbed(run_dir), RunPlan.read(run_dir / "plan.json").hosts
+    expected, hosts = undisturbed(run_dir), read_plan(run_dir).hosts
     folder = run_dir / "attempts" / "standby"
 
     def strike() -> None:
@@ -164,8 +168,10 @@ def test_with_copies_in_memory_a_killed_node_costs_the_steps_since_the_newest(
     backend.assert_nothing_is_left(run_dir)
 
 
-@launched_on("docker", "slurm", long=("docker",))
-def test_with_min_hosts_the_hosts_that_are_left_go_on(backend: Docker | Slurm, undisturbed: Undisturbed) -> None:
+@launched_on("docker", "slurm", "kubernetes", long=("docker", "kubernetes"))
+def test_with_min_hosts_the_hosts_that_are_left_go_on(
+    backend: Docker | Kubernetes | Slurm, undisturbed: Undisturbed
+) -> None:
     """Without dropout: ranks draw other units when there are fewer of them."""
     patience = {"launch__lost_after_s": 5.0, "launch__daemon_grace_s": 5.0}
     run_dir = backend.make("fewer", launch__min_hosts=1, model__dropout=0.0, **patience)
@@ -232,7 +238,7 @@ def test_ranks_that_got_sigterm_save_and_leave(backend: Backend, undisturbed: Un
     backend.assert_nothing_is_left(run_dir)
 
 
-@only_local_in_ci
+@with_kubernetes
 @pytest.mark.parametrize(
     "number",
     [pytest.param(signal.SIGINT, id="SIGINT"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.long)],
@@ -272,7 +278,7 @@ def kill_launcher(backend: Backend, run_dir: Path) -> psutil.Process:
     return rank
 
 
-@not_slurm_in_ci
+@launched_on("local", "docker", "slurm", "kubernetes", long=("slurm", "kubernetes"))
 def test_ranks_end_with_their_launcher_and_the_next_start_goes_on(backend: Backend, undisturbed: Undisturbed) -> None:
     run_dir = backend.make("orphaned")
     expected = undisturbed(run_dir)
@@ -290,7 +296,7 @@ def test_ranks_end_with_their_launcher_and_the_next_start_goes_on(backend: Backe
     backend.assert_nothing_is_left(run_dir)
 
 
-@launched_on("docker", "slurm", long=("docker", "slurm"))
+@launched_on("docker", "slurm", "kubernetes", long=("docker", "slurm"))
 def test_a_resume_takes_over_an_attempt_that_still_lives(backend: Backend, undisturbed: Undisturbed) -> None:
     run_dir = backend.make("taken")
     expected = undisturbed(run_dir)
@@ -308,7 +314,7 @@ def test_a_resume_takes_over_an_attempt_that_still_lives(backend: Backend, undis
 def assert_ends_at_once(backend: Backend, undisturbed: Undisturbed, mistake: Mistake, *, cause: str) -> None:
     """The first attempt at a mistaken plan is the last one; with the good plan the run goes on."""
     run_dir = backend.make("mistaken", checkpoint__every_steps=STEPS)
-    good, expected = RunPlan.read(run_dir / "plan.json"), undisturbed(run_dir)
+    good, expected = read_plan(run_dir), undisturbed(run_dir)
     mistake(good).write(run_dir / "plan.json")
     with pytest.raises(RunFailed, match="another attempt would end the same way") as failed:
         train(run_dir)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.registry.models import resolve
-from tests.support.buffered_models import buffers_in, save_family
+from tests.support.buffered_models import save_family
+from tests.support.configs import read_plan
 from tests.support.mlflow_store import Store
 from tests.support.ranks import losses, run_ranks
 from tests.support.serving import server
@@ -22,9 +22,7 @@ from tests.support.tiny_run import VOCAB
 from tests.support.user_folder import UserFolder, wait_for_step
 from tests.training.checkpoint.test_model_state import held_out_loss, trained_loss
 from tests.training.models.test_pretrained import loss_of_step
-from training.checkpoint.safetensors_files import TensorFiles
 from training.records.checkpoint import checkpoint_folder
-from training.records.plan import RunPlan
 
 pytestmark = pytest.mark.slow
 
@@ -42,22 +40,6 @@ def pretrain(user_folder: UserFolder, model: Path) -> list[str]:
         *("data.tokenizer.kind=bytes", "data.tokenizer.vocab_size=0"),
         *("evaluation.every_steps=20", "evaluation.quick_sequences=100000"),
     ]
-
-
-@pytest.mark.long  # the story below has the served loss, tests/training/checkpoint/test_model_state.py the buffers
-@pytest.mark.parametrize("family", ["gemma4", "deepseek-v3"])
-def test_the_served_model_has_the_loss_of_the_trained_one(family: str, user_folder: UserFolder) -> None:
-    model = save_family(user_folder.folder / family, family, vocab_size=VOCAB)
-    out, _ = user_folder.run(*pretrain(user_folder, model), f"name={family}", "--json")
-    outcome: dict[str, Any] = json.loads(out)
-    assert outcome["alias"] == "champion"
-    run_dir = user_folder.home / outcome["run_id"]
-    served = resolve(f"{family}@champion", tracking_uri=f"sqlite:///{user_folder.home}/mlflow.db").export_dir
-    loss = trained_loss(run_dir / "plan.json")
-    assert outcome["val_loss"] == pytest.approx(loss, rel=1e-5)
-    assert held_out_loss(run_dir / "plan.json", served) == pytest.approx(loss, rel=1e-5)
-    began, kept = TensorFiles(model, "model"), TensorFiles(served, "model")
-    assert all(torch.equal(began[name], kept[name]) for name in buffers_in(began))
 
 
 MESHES = {
@@ -100,7 +82,7 @@ def test_a_family_is_continued_killed_resumed_exported_and_served(
     assert losses(run_dir / "plan.json") == losses(undisturbed), "to the bit"
     assert trained_loss(run_dir / "plan.json") == trained_loss(undisturbed), "to the bit"
 
-    plan, trained = RunPlan.read(run_dir / "plan.json"), losses(run_dir / "plan.json")
+    plan, trained = read_plan(run_dir), losses(run_dir / "plan.json")
     assert plan.world_size == 2
     for step in (1, 6, 11, 16):
         before = checkpoint_folder(run_dir, step - 1) if step > 1 else folder

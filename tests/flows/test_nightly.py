@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.configs import read_plan
 from tests.support.user_folder import CONFIG, UserFolder
-from training.records.plan import RunPlan
 from training.records.results import EvalReport
 
 NIGHT = """
@@ -59,7 +59,7 @@ def test_the_second_night_goes_on_with_new_text_and_replays_the_first(tmp_path: 
     for number in range(30):
         (user.corpus / f"new-{number}.txt").write_text(f"ships sing of number {number}\n" * 12)
     second = night(user, says="new to verses/1: 30 of 70 files")
-    before, plan = (RunPlan.read(user.home / each["run_id"] / "plan.json") for each in (first, second))
+    before, plan = (read_plan(user.home / each["run_id"]) for each in (first, second))
     new, old = plan.sources
     assert old.name == "first"
     share = old.epochs * old.tokens / (new.epochs * new.tokens + old.epochs * old.tokens)

@@ -100,6 +100,16 @@ def mlflow_runs(servers: LocalServers, folder: Path) -> list[tuple[str, str]]:
     return [(run.info.run_name, run.info.status) for run in found]
 
 
+def assert_went_on(
+    servers: LocalServers, flow_run_id: str, folder: Path, undisturbed: Path, *, after: str = "killed"
+) -> None:
+    """A Retry ended the same run, to the bit."""
+    assert completed(servers, flow_run_id) == folder
+    assert [event.what for event in history(folder)] == ["begun", after, "resumed", "done"]
+    assert losses(folder / "plan.json") == losses(undisturbed / "plan.json")
+    assert mlflow_runs(servers, folder) == [(folder.name, "FINISHED")]
+
+
 def kill_rank(folder: Path) -> None:
     launcher = local_process(RanksLauncher.read(folder / "gang.json").launcher)
     assert launcher is not None
@@ -150,11 +160,8 @@ def test_a_whole_tree_killed_holds_up_nobody_and_retry_goes_on_from_its_checkpoi
     assert waits["state_name"] == "AwaitingRetry", "the second has the queue, and nobody takes this one for killed"
     assert losses(completed(servers, second) / "plan.json") == losses(undisturbed / "plan.json")
 
-    assert completed(servers, first) == folder
-    assert [event.what for event in history(folder)] == ["begun", "killed", "resumed", "done"]
+    assert_went_on(servers, first, folder, undisturbed)
     assert history(folder)[2].step >= 100
-    assert losses(folder / "plan.json") == losses(undisturbed / "plan.json")
-    assert mlflow_runs(servers, folder) == [(folder.name, "FINISHED")]
     assert {path: path.stat().st_mtime_ns for path in servers.user_folder.home.glob("tokens/*/*")} == shards, (
         "no run made its own"
     )
@@ -167,10 +174,7 @@ def test_retry_of_a_run_that_failed_goes_on_from_its_checkpoint(servers: LocalSe
     failed = servers.wait(flow_run_id, timeout_s=WITHIN_S)
     assert (failed["state_type"], mlflow_runs(servers, folder)) == ("FAILED", [(folder.name, "FAILED")])
     retry(servers, flow_run_id, force=False)  # as the older pages do
-    assert completed(servers, flow_run_id) == folder
-    assert [event.what for event in history(folder)] == ["begun", "killed", "resumed", "done"]
-    assert losses(folder / "plan.json") == losses(undisturbed / "plan.json")
-    assert mlflow_runs(servers, folder) == [(folder.name, "FINISHED")]
+    assert_went_on(servers, flow_run_id, folder, undisturbed)
 
 
 def test_retry_of_a_run_that_was_cancelled_goes_on_from_where_it_stopped(
@@ -185,10 +189,7 @@ def test_retry_of_a_run_that_was_cancelled_goes_on_from_where_it_stopped(
     )  # the worker's last word, which would undo a Retry
     assert mlflow_runs(servers, folder) == [(folder.name, "KILLED")]
     retry(servers, flow_run_id)
-    assert completed(servers, flow_run_id) == folder
-    assert [event.what for event in history(folder)] == ["begun", "stopped", "resumed", "done"]
-    assert losses(folder / "plan.json") == losses(undisturbed / "plan.json")
-    assert mlflow_runs(servers, folder) == [(folder.name, "FINISHED")]
+    assert_went_on(servers, flow_run_id, folder, undisturbed, after="stopped")
 
 
 def test_retry_of_a_night_goes_on_with_its_run_and_the_next_has_nothing_to_do(servers: LocalServers) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from mlflow.artifacts import download_artifacts
 
+from tests.support.configs import read_plan
 from tests.support.ranks import losses, run_ranks
 from tests.support.user_folder import AS_FILES, UserFolder
 from training.records.plan import RunPlan
@@ -58,7 +59,7 @@ def test_a_constant_rate_goes_on_exactly_and_the_result_is_registered(
     assert "resumed with train.steps 20 -> 40 (exact)" in err
     assert "resumed with evaluation.sample_tokens 16 -> 8 (exact)" in err
     assert RunPlan.read(begun / "plan-1.json").steps == 20
-    assert RunPlan.read(begun / "plan.json").steps == 40
+    assert read_plan(begun).steps == 40
     assert sorted(losses(begun / "plan.json")) == list(range(1, 41))
 
 

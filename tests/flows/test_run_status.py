@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.local_servers import LocalServers
 from tests.support.observed_run import MIDDLE, STEPS, ObservedRun, kill
-from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -36,17 +35,6 @@ def reconciled(servers: LocalServers) -> str:
 
 
 @pytest.mark.long
-def test_a_killed_rank_is_replaced_and_the_run_goes_on(servers: LocalServers, undisturbed: Undisturbed) -> None:
-    observed = ObservedRun.submitted(servers)
-    observed.wait_for_step(MIDDLE)
-    kill(observed.ranks()[1])
-    assert servers.wait(observed.flow_run_id)["state_type"] == "COMPLETED"
-    assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
-    assert observed.losses == undisturbed(observed.folder)
-    observed.check_the_rest()
-
-
-@pytest.mark.long
 def test_a_killed_rank_without_another_attempt_fails_the_run_and_is_named(
     servers: LocalServers, undisturbed: Undisturbed
 ) -> None:
@@ -58,22 +46,6 @@ def test_a_killed_rank_without_another_attempt_fails_the_run_and_is_named(
     ended_by = observed.mlflow.data.tags["shardline.ended_by"]
     for message in (observed.message(), ended_by):
         assert "rank 1 was killed (SIGKILL)" in message
-    observed.check_the_rest()
-    resumed(observed, undisturbed)
-
-
-@pytest.mark.long  # tests/flows/test_pipeline.py has it without servers
-def test_after_a_kill_of_the_flow_its_ranks_leave_and_both_are_told(
-    servers: LocalServers, undisturbed: Undisturbed
-) -> None:
-    observed = ObservedRun.submitted(servers)
-    observed.wait_for_step(MIDDLE)
-    kill(observed.flow())
-    until(lambda: not observed.processes(), "the end of its ranks", within_s=30)
-    run = servers.wait(observed.flow_run_id)
-    assert run["state_type"] == "CRASHED"
-    reconciled(servers)
-    assert observed.statuses() == ("CRASHED", "KILLED", "killed")
     observed.check_the_rest()
     resumed(observed, undisturbed)
 

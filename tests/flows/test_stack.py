@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.repository import REPO
-from tests.support.stack_processes import Stack, free_folder
+from tests.support.stack_processes import Stack, started
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -34,16 +34,9 @@ HOSTILE = ("$(touch canary)", "`touch canary`", "'; touch canary; '", "<script>a
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    folder = free_folder()
-    stack = Stack(folder / "stack", settings={"SHARDLINE_MODEL": "verses@champion"})
-    (stack.folder / "secrets" / "hf_token").write_text("hf_planted_in_its_file_8b1d0c")
-    write_corpus(stack)
-    try:
-        stack.start("postgres", "prefect", "mlflow", "worker")
+    with started({"hf_token": "hf_planted_in_its_file_8b1d0c"}) as stack:
+        write_corpus(stack)
         yield stack
-    finally:
-        stack.stop()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_corpus(stack: Stack) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.s3_server import BUCKET, KEY, SECRET, S3Server, s3_server
-from tests.support.stack_processes import Stack, free_folder
+from tests.support.s3_server import BUCKET, KEY, SECRET, S3Server, assert_artifacts, s3_server
+from tests.support.stack_processes import Stack, started
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -39,17 +38,9 @@ def s3() -> Iterator[S3Server]:
 
 @pytest.fixture
 def stack(s3: S3Server) -> Iterator[Stack]:
-    folder = free_folder()
-    settings = {"AWS_ENDPOINT_URL": s3.url, "AWS_DEFAULT_REGION": "us-east-1", "ARTIFACTS": f"s3://{BUCKET}/mlflow"}
-    stack = Stack(folder / "stack", settings=settings | {"SHARDLINE_MODEL": "verses@champion"})
-    (stack.folder / "secrets" / "aws_access_key_id").write_text(KEY)
-    (stack.folder / "secrets" / "aws_secret_access_key").write_text(SECRET)
-    try:
-        stack.start("postgres", "prefect", "mlflow", "worker")
+    where = {"AWS_ENDPOINT_URL": s3.url, "AWS_DEFAULT_REGION": "us-east-1", "ARTIFACTS": f"s3://{BUCKET}/mlflow"}
+    with started({"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}, **where) as stack:
         yield stack
-    finally:
-        stack.stop()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_run_from_the_form_ends_on_the_store_and_is_served_from_there(stack: Stack, s3: S3Server) -> None:
@@ -66,7 +57,8 @@ def test_a_run_from_the_form_ends_on_the_store_and_is_served_from_there(stack: S
     body = json.dumps({"prompt": "the ", "new_tokens": 4}).encode()
     status, text = stack.ask("serve", "/generate", credentials=stack.secret("serve_tokens"), body=body)
     assert (status, json.loads(text)["version"]) == (200, 1)
-    for prefix in ("mlflow/", "shardline/tokens/", "shardline/runs/"):
+    assert_artifacts(s3)
+    for prefix in ("shardline/tokens/", "shardline/runs/"):
         assert s3.keys(prefix), prefix
     assert not any(path.is_file() for path in (stack.folder / "artifacts").rglob("*"))
     logs = b"".join(path.read_bytes() for path in stack.logs.iterdir())

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from tasks.registry.models import resolve
 from tasks.workspace.processes import end_process
 from tests.support.local_servers import lasting_ports, wait_for
 from tests.support.ranks import losses
-from tests.support.s3_server import BUCKET, SECRET, S3Server, s3_server
+from tests.support.s3_server import BUCKET, SECRET, S3Server, assert_artifacts, s3_server
 from tests.support.user_folder import UserFolder
 from tests.support.waiting import until
 from training.records.record import sha256_file
@@ -58,7 +59,7 @@ def mlflow(s3: S3Server, tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_same_bits(
-    s3: S3Server, mlflow: str, tmp_path: Path, begun_home: Path
+    s3: S3Server, mlflow: str, tmp_path: Path, begun_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "first").mkdir()
     first = UserFolder(tmp_path / "first", begun=begun_home)
@@ -96,6 +97,11 @@ def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_same_bits(
     found = losses(resumed / "plan.json")
     assert {step: found.get(step) for step in expected_losses} == expected_losses, "of the steps before the kill"
     assert {each.info.status for each in MlflowClient(mlflow).search_runs(["1"])} == {"FINISHED"}
+    assert_artifacts(s3)
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    version = resolve("verses@champion", tracking_uri=mlflow, cache_dir=tmp_path / "elsewhere")
+    assert (version.export_dir / "model.safetensors").stat().st_size > 10_000
 
     (tmp_path / "third").mkdir()
     third = UserFolder(tmp_path / "third", begun=begun_home)

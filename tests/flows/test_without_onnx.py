@@ -12,10 +12,10 @@ from transformers import AutoConfig
 
 from flows.stages.training import generate
 from tasks.tracking.mlflow_run import read_run
+from tests.support.configs import read_plan
 from tests.support.mlflow_store import Store
 from tests.support.serving import server
 from tests.support.user_folder import UserFolder
-from training.records.plan import RunPlan
 from training.records.results import ExportedModel, RegisteredModel
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def test_where_no_engine_can_open_the_version_the_run_has_no_text_and_a_warning(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
     run = read_run(too_large[0]["run_id"])
     model = RegisteredModel(name="verses", version=1, alias="champion", verdict="")
-    assert unwrap(generate)(RunPlan.read(run.folder / "plan.json"), run, model) == ""
+    assert unwrap(generate)(read_plan(run.folder), run, model) == ""
     assert "verses/1 is registered, but made no text here: the torch engine is needed (the export has no" in caplog.text
 
 

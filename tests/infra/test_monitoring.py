@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tasks.serving.metrics import ServerMetrics
 from tasks.workspace.processes import free_port
 from tests.support.local_servers import wait_for
 from tests.support.repository import REPO
+from tests.support.tiny_shards import MakeRun
 from tests.support.waiting import until
 
 DASHBOARD = REPO / "infra" / "grafana" / "dashboards" / "shardline.json"
@@ -49,7 +50,7 @@ def expressions() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def home(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(make_run: MakeRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SHARDLINE_HOME with a run that was trained, and which goes on for all that its folder says.
 
     CPUs have no rate in a data sheet: one more row is as a GPU's.

@@ -9,10 +9,10 @@ import pytest
 from tasks.launch import batch_size_trial
 from tasks.launch.recovery import attempts_of
 from tasks.tracking.mlflow_run import tracked
+from tests.support.configs import read_plan
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, make_docker_run
 from training.records.inventory import Inventory
-from training.records.plan import RunPlan
 from training.records.trial import read_trials
 
 
@@ -36,7 +36,7 @@ def test_a_host_that_runs_out_of_memory_lowers_the_micro_batch_of_all(
         evaluation__every_steps=0,
         launch__hosts=(rig.host_config(0, slots=1), rig.host_config(1, slots=1, memory_gib=1.6)),
     )
-    plan, machines = RunPlan.read(run_dir / "plan.json"), Inventory.read(run_dir / "inventory.json")
+    plan, machines = read_plan(run_dir), Inventory.read(run_dir / "inventory.json")
     assert plan.micro_batches == (64, 64)
     with tracked(plan.config, run_id=run_dir.name, tags={}) as run:
         plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
@@ -45,7 +45,7 @@ def test_a_host_that_runs_out_of_memory_lowers_the_micro_batch_of_all(
     assert first.measured is None
     assert first.detail.startswith("host1: the kernel killed a rank")
     assert (plan.micro_batches, second.micro_batches) == ((32, 32), (32, 32))
-    assert RunPlan.read(run_dir / "plan.json") == plan
+    assert read_plan(run_dir) == plan
     outcomes = [(attempt["program"], attempt["ending"]["cause"]) for attempt in attempts_of(run_dir)]
     assert outcomes == [("training.trainer.trial", "out of memory"), ("training.trainer.trial", "done")]
     assert_nothing_is_left(rig)

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from tests.rig.test_flow import REPO, config
+from tests.support.configs import read_plan
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left
-from training.records.plan import RunPlan
 
 
 @pytest.mark.long
@@ -37,7 +37,7 @@ def test_hosts_of_a_file_run_each_strategy_in_turn(rig: Rig, shardline_home: Pat
     rows = {row["strategy"]: row for row in json.loads(done.stdout)["rows"]}
     assert {name: row["devices"] for name, row in rows.items()} == {"single": 1, "ddp": 3, "zero2": 3}
     assert all(rows[name]["loss_difference"] < 1e-5 for name in ("ddp", "zero2"))
-    plans = {name: RunPlan.read(shardline_home / row["run_id"] / "plan.json") for name, row in rows.items()}
+    plans = {name: read_plan(shardline_home / row["run_id"]) for name, row in rows.items()}
     assert plans["single"].hosts == ("host0",)
     assert plans["single"].threads_per_rank == plans["ddp"].threads_per_rank
     assert_nothing_is_left(rig)

@@ -13,13 +13,8 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from tasks.launch.programs import run_custom_program
-from tasks.planning.custom_program import plan_custom_program
-from tests.support.configs import inventory
-from tests.support.launched_runs import causes
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, docker_config
-from training.config.run import RunConfig
 
 SCRIPTS = Path(__file__).parents[1] / "programs" / "trainers"
 REPO = Path(__file__).parents[2]
@@ -84,44 +79,4 @@ def test_a_script_of_others_logs_into_the_flows_run(
         assert (run_dir / "out" / f"checkpoint-{STEPS}" / "model.safetensors").exists()
     else:
         assert run.data.metrics["processes"] == 3
-    assert_nothing_is_left(rig)
-
-
-@pytest.mark.long
-def test_a_script_that_fails_is_told_with_its_error(rig: Rig, shardline_home: Path, mlflow_server: str) -> None:
-    script = shardline_home / "broken.py"
-    script.write_text("raise ValueError('no such corpus: verses')\n")
-    done = pretrain(
-        write_config(rig, shardline_home, {"script": str(script)}, collective_test=False), uri=mlflow_server
-    )
-    assert done.returncode == 1
-    assert "no such corpus: verses" in done.stderr
-    assert "attempt 2" not in done.stderr, "no other attempt would end differently"
-    (run_dir,) = (path.parent for path in shardline_home.glob("*/run.json"))
-    run_id = json.loads((run_dir / "run.json").read_text())["mlflow_run_id"]
-    assert MlflowClient(mlflow_server).get_run(run_id).info.status == "FAILED"
-    assert_nothing_is_left(rig)
-
-
-@pytest.mark.long
-def test_a_script_whose_rank_is_killed_is_started_again(rig: Rig, shardline_home: Path) -> None:
-    script = shardline_home / "fragile.py"
-    script.write_text(
-        "import os, pathlib, signal, sys\n"
-        "tried = pathlib.Path(sys.argv[1], 'tried-' + os.environ['RANK'])\n"
-        "if os.environ['RANK'] == '1' and not tried.exists():\n"
-        "    tried.touch()\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "pathlib.Path('done-' + os.environ['RANK']).touch()\n"  # where it stands
-    )
-    run_dir = shardline_home / "fragile"
-    run_dir.mkdir()
-    machines = inventory(1, 1)
-    machines.write(run_dir / "inventory.json")
-    launch = {key.removeprefix("launch__"): value for key, value in docker_config(rig, 1, 1).items()}
-    config = RunConfig.model_validate({"launch": launch, "trainer": {"script": str(script), "args": ["{run_dir}"]}})
-    plan = plan_custom_program(config, machines, run_id="fragile", mlflow_run_id="", experiment=("0", "Default"))
-    run_custom_program(plan, run_dir=run_dir)
-    assert causes(run_dir) == ["killed", "done"]
-    assert sorted(path.name for path in run_dir.glob("done-*")) == ["done-0", "done-1"]
     assert_nothing_is_left(rig)

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from infra.containers import ATTEMPT, RUN, Bind, Job
 from infra.hosts import DockerHost, HostClient, HostError, connect, on_all
 from tests.support.rig.image_tier import proxy, registry, write_base
 from tests.support.rig.rig import Rig
+from tests.support.tiny_shards import MakeRun
 from training.records.node import NodeEnd, NodeTask
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
@@ -69,7 +70,7 @@ def image(whole_rig: Rig) -> Iterator[str]:
 
 
 @pytest.fixture
-def run_dir(rig: Rig, home: Path, make_run: Callable[..., Path]) -> Path:
+def run_dir(rig: Rig, home: Path, make_run: MakeRun) -> Path:
     """A planned run of three ranks in storage that the hosts share, written by the ranks' user."""
     path = make_run("image", ranks=3, train__global_batch=12, train__steps=STEPS, evaluation__every_steps=0)
     plan = RunPlan.read(path)

@@ -16,11 +16,11 @@ from tasks.launch.docker_hosts import hosts_of
 from tasks.launch.fencing import remove_containers
 from tasks.launch.recovery import attempts_of
 from tasks.runs.errors import RunFailed
+from tests.support.configs import read_plan
 from tests.support.launched_runs import at_step, causes, curve, train
 from tests.support.rig.rig import Rig, RigHost
 from tests.support.rig.runs import SLOW_STEPS, assert_nothing_is_left, kill_containers, make_slow_run
 from training.config.launch import LaunchConfig
-from training.records.plan import RunPlan
 
 BLIP_S, PARTITION_S, RESTART_S = 8.0, 45.0, 3.0
 Undisturbed = Callable[[Path], dict[int, float]]
@@ -46,7 +46,7 @@ def after(seconds: float, action: Callable[[], object]) -> threading.Timer:
 
 
 def launch_of(run_dir: Path) -> LaunchConfig:
-    return RunPlan.read(run_dir / "plan.json").config.launch
+    return read_plan(run_dir).config.launch
 
 
 def statuses(rig: Rig, host: RigHost) -> list[str]:

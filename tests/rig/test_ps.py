@@ -27,6 +27,7 @@ from tasks.workspace.processes import process_key
 from tests.support.launched_runs import curve, launcher, mlflow_status, reaches
 from tests.support.rig.rig import Rig, RigHost
 from tests.support.rig.runs import assert_nothing_is_left, make_docker_run
+from tests.support.tiny_shards import MakeRun
 from tests.support.waiting import until
 from training.config.launch import LaunchConfig
 from training.records.record import write_atomically
@@ -108,9 +109,7 @@ def test_a_run_without_its_launcher(rig: Rig, shardline_home: Path, tiny_shards:
 
 
 @pytest.mark.long
-def test_a_run_of_this_machine(
-    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, shardline: Shardline
-) -> None:
+def test_a_run_of_this_machine(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, shardline: Shardline) -> None:
     run_dir = make_run("here", ranks=2, train__steps=20_000, train__global_batch=96).parent
     monkeypatch.setenv("SHARDLINE_HOME", str(run_dir.parent))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")

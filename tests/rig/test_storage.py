@@ -10,11 +10,11 @@ import pytest
 
 from tasks.launch.recovery import attempts_of
 from tasks.runs.errors import RunFailed
+from tests.support.configs import read_plan
 from tests.support.launched_runs import at_step, causes, curve, train
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, kill_containers, make_slow_run
 from training.records.checkpoint import damage, finished_checkpoints
-from training.records.plan import RunPlan
 
 DISK_MIB, SPARE_BYTES = 48, 200_000  # a checkpoint of the tiny model has 0.4 MB
 Undisturbed = Callable[[Path], dict[int, float]]
@@ -29,7 +29,7 @@ def test_a_host_that_is_gone_for_good_is_done_without_until_it_is_back(
     fewer = {"launch__min_hosts": 1, "launch__lost_after_s": 5.0, "launch__daemon_grace_s": 5.0}
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "gone", model__dropout=0.0, **fewer)
     expected = undisturbed(run_dir)
-    planned = RunPlan.read(run_dir / "plan.json")
+    planned = read_plan(run_dir)
 
     def come_back() -> None:
         slow_rig.start_daemon(gone)
@@ -50,7 +50,7 @@ def test_a_host_that_is_gone_for_good_is_done_without_until_it_is_back(
         {"host0": 2},
         {"host0": 2, "host1": 1},
     ]
-    grown = RunPlan.read(run_dir / "plan.json").model_copy(update={"mlflow_run_id": ""})
+    grown = read_plan(run_dir).model_copy(update={"mlflow_run_id": ""})
     assert grown == planned, "it grew back to the plan it had"
     losses = curve(run_dir)
     before = {step: loss for step, loss in losses.items() if step <= two["from_step"]}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from tests.support.configs import read_plan
 from tests.support.launched_runs import train
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import make_docker_run
-from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
 
 
@@ -20,7 +20,7 @@ def test_each_host_has_its_own_under_its_name(
 ) -> None:
     run_dir = make_docker_run(rig, shardline_home, tiny_shards, "machines", 1, 1, train__steps=20)
     train(run_dir)
-    client, plan = MlflowClient(mlflow_server), RunPlan.read(run_dir / "plan.json")
+    client, plan = MlflowClient(mlflow_server), read_plan(run_dir)
     for name in plan.hosts:
         rows = read_rows(run_dir / "system" / f"{name}.jsonl")
         assert rows[-1]["step"] == 20

@@ -9,10 +9,10 @@ from infra import slurm
 from tasks.launch.slurm_allocation import Allocation
 from tasks.operations.ps import known_hosts, list_running
 from tasks.operations.stop import reap, stop
+from tests.support.configs import read_plan
 from tests.support.launched_runs import causes, curve, launcher
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.waiting import until
-from training.records.plan import RunPlan
 
 Make = Callable[..., tuple[Path, dict[int, float]]]
 
@@ -39,7 +39,7 @@ def test_a_run_that_works_is_listed_kept_by_reap_and_stopped_with_a_checkpoint(
 
 def test_a_job_that_nobody_looks_after_is_reaped(cluster: SlurmCluster, make: Make) -> None:
     run_dir, _ = make("nobodys", launch__lease_s=600.0)
-    plan = RunPlan.read(run_dir / "plan.json")
+    plan = read_plan(run_dir)
     nodes = Allocation(plan.config.launch, run_dir=run_dir)
     nodes.folder.mkdir()
     nodes.lease.path.write_text("0\n")

@@ -1,4 +1,4 @@
-"""Where tests launch a run of two ranks, and how they harm it there: this machine, Docker hosts, a Slurm cluster.
+"""Where tests launch a run of two ranks, and how they harm it there: this machine, Docker hosts, Slurm, Kubernetes.
 
 Ranks are processes of this machine in each of them, so that most harm is done in the same way.
 """
@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 
-from tests.support.configs import inventory
+from tasks.workspace.processes import free_port
+from tests.support.configs import inventory, read_plan
+from tests.support.kubernetes_api import KubernetesApi
 from tests.support.launched_runs import tokens_of
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import check_memory, docker_config, kill_containers
@@ -45,7 +47,7 @@ NO_MACHINE_HAS = 2**40  # an MLP so wide that its first matrix is refused wherev
 class Backend(ABC):
     """Makes runs of two ranks for a launcher. `hosts`: how many they are on."""
 
-    hosts = 2
+    hosts, host_name = 2, "host{}"
     sigterm_is_the_users = False  # of a rank that somebody tells to stop
     dead_node_shows_as = frozenset({"killed"})  # causes of an attempt whose node died
     notices_dead_node_s = 0.0
@@ -60,7 +62,9 @@ class Backend(ABC):
 
     @property
     def machines(self) -> Inventory:
-        return inventory(1, 1)
+        made = inventory(*[1] * self.hosts if self.hosts > 1 else [2]).hosts
+        named = (host.model_copy(update={"name": self.host_name.format(n)}) for n, host in enumerate(made))
+        return Inventory(hosts=tuple(named))
 
     def make(self, name: str, **overrides: Any) -> Path:
         """runs/NAME with its plan; its folder."""
@@ -109,15 +113,11 @@ class Local(Backend):
     def launch(self) -> dict[str, Any]:
         return {"launch__lease_s": 600.0}  # so that nothing ends by a lease that is stale
 
-    @property
-    def machines(self) -> Inventory:
-        return inventory(2)
-
     def kill_node(self, run_dir: Path) -> str:
         """The node program alone: its ranks live on until somebody ends them."""
         (node,) = (node for node in nodes_of(run_dir) if _ranks_below(node))
         node.kill()
-        return RunPlan.read(run_dir / "plan.json").hosts[0]
+        return read_plan(run_dir).hosts[0]
 
 
 class Docker(Backend):
@@ -161,6 +161,7 @@ class Docker(Backend):
 class Slurm(Backend):
     """A step on each of two nodes of the cluster."""
 
+    host_name = "node{}"
     dead_node_shows_as = frozenset({"network", "lost host", "killed"})
     notices_dead_node_s = 30.0  # and until Slurm has given another
 
@@ -177,11 +178,6 @@ class Slurm(Backend):
             "launch__lease_s": LEASE_S,
         }
 
-    @property
-    def machines(self) -> Inventory:
-        hosts = inventory(1, 1).hosts
-        return Inventory(hosts=tuple(host.model_copy(update={"name": f"node{n}"}) for n, host in enumerate(hosts)))
-
     def lose_host(self, run_dir: Path) -> None:
         """The second node loses power."""
         self.cluster.kill_node("n2")
@@ -195,6 +191,51 @@ class Slurm(Backend):
     def assert_nothing_is_left(self, run_dir: Path) -> None:
         until(lambda: not self.cluster.jobs(), "no jobs", within_s=20, every_s=0.2)
         super().assert_nothing_is_left(run_dir)
+
+
+class Kubernetes(Backend):
+    """A pod on each of two machines of a cluster that runs pods as processes of this machine: not a real one."""
+
+    host_name = "node-{}"
+
+    def __init__(self, home: Path, shards: Path, api: KubernetesApi) -> None:
+        super().__init__(home, shards)
+        self.api, self.port = api, free_port()
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        cluster = {"kubeconfig": str(self.api.kubeconfig), "nodes": 2, "volume_claim": "shared", "exclusive": True}
+        return {
+            "launch__launcher": "kubernetes",
+            "launch__kubernetes": cluster,
+            "launch__image": "registry/train",
+            "launch__user": "10001:10001",
+            "launch__port": self.port,
+            "launch__backoff_s": 0.1,
+            "launch__wait_s": 60.0,
+            "launch__lease_s": LEASE_S,
+            "launch__collective_test": False,
+        }
+
+    def pod(self) -> dict[str, Any]:
+        """The pod of the second node."""
+        return self.api.running()[1]
+
+    def lose_host(self, run_dir: Path) -> None:
+        """The second node's machine is cut off."""
+        self.api.lose(self.pod()["spec"]["nodeName"])
+
+    def kill_node(self, run_dir: Path) -> str:
+        self.api.kill(self.pod())
+        return "node-1"
+
+    def assert_nothing_is_left(self, run_dir: Path) -> None:
+        """A pod of a lost machine stays listed, and its processes are those of a machine that nobody reaches."""
+        left = [pod for pod in self.api.all("pods") if pod["spec"].get("nodeName") not in self.api.lost]
+        assert not left
+        assert not self.api.all("secrets")
+        if not self.api.lost:
+            super().assert_nothing_is_left(run_dir)
 
 
 # A run's processes, wherever its ranks were launched

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from training.config.run import RunConfig
 from training.records.inventory import Device, Host, Inventory
+from training.records.plan import RunPlan
+
+
+def read_plan(run_dir: Path) -> RunPlan:
+    return RunPlan.read(run_dir / "plan.json")
+
+
+def reasons(plan: RunPlan, words: str) -> list[str]:
+    """Returns the reasons of a plan that hold these words."""
+    return [reason for reason in plan.reasons if words in reason]
 
 
 def inventory(*hosts: int, kind: str = "cpu", memory_gib: float = 12.0, disk_gib: float = 500.0) -> Inventory:
@@ -24,6 +35,28 @@ def inventory(*hosts: int, kind: str = "cpu", memory_gib: float = 12.0, disk_gib
             for i, n in enumerate(hosts)
         )
     )
+
+
+def gpus(*capabilities: str) -> Inventory:
+    """A made-up host with a GPU of each compute capability."""
+    devices = tuple(
+        Device(kind="cuda", name=f"GPU {c}", memory_gib=24, compute_capability=c, matmul_tflops={"bf16": 300.0})
+        for c in capabilities
+    )
+    return Inventory(hosts=(Host(name="h", cores=8, memory_gib=64, disk_free_gib=100, devices=devices),))
+
+
+def with_hosts(machines: Inventory, **fields: Any) -> Inventory:
+    """The same machines, each host with these fields."""
+    return Inventory(hosts=tuple(host.model_copy(update=fields) for host in machines.hosts))
+
+
+def pinned(config: RunConfig, plan: RunPlan) -> RunConfig:
+    """The config with what its plan chose written into it."""
+    content = config.model_dump()
+    for section, chosen in plan.chosen.items():
+        content[section] |= chosen
+    return RunConfig.model_validate(content)
 
 
 def unlike_hosts(*names: str, kind: str = "cpu") -> Inventory:

@@ -1,4 +1,4 @@
-"""Fixtures of the hosts that launchers start ranks on: Docker hosts, Slurm nodes, and a run that none of them disturbs.
+"""Fixtures of the hosts that launchers start ranks on (Docker, Slurm, pods), and a run that none of them disturbs.
 
 All tests may ask for them; nothing is imported for them before one does.
 """
@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.configs import read_plan
+
 if TYPE_CHECKING:
+    from tests.support.backends import Kubernetes
     from tests.support.rig.rig import Rig
     from tests.support.slurm_cluster import SlurmCluster
 
@@ -88,6 +91,18 @@ def cluster(whole_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Ite
         whole_cluster.reset()
 
 
+@pytest.fixture
+def pods(embedded_home: Path, tiny_shards: Path, tmp_path: Path) -> Iterator[Kubernetes]:
+    """Makes runs whose ranks are in pods."""
+    from tests.support.backends import Kubernetes
+    from tests.support.kubernetes_api import KubernetesApi, why_no_pods
+
+    if reason := why_no_pods():
+        pytest.skip(reason)
+    with KubernetesApi(tmp_path / "cluster") as api:
+        yield Kubernetes(embedded_home, tiny_shards, api)
+
+
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], dict[int, float]]:
     """undisturbed(run_dir) -> losses by step of that run on plain ranks of this machine, which no launcher starts.
@@ -98,12 +113,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], di
     from tests.support.ranks import losses, run_ranks
     from training.config.launch import LaunchConfig
     from training.config.run import CheckpointConfig
-    from training.records.plan import RunPlan
 
     known: dict[str, dict[int, float]] = {}
 
     def find(run_dir: Path) -> dict[int, float]:
-        plan = RunPlan.read(run_dir / "plan.json")
+        plan = read_plan(run_dir)
         parallel = plan.config.parallel.model_copy(update={"timeout_s": 60})
         sections = {"launch": LaunchConfig(), "checkpoint": CheckpointConfig(), "parallel": parallel}
         config = plan.config.model_copy(update=sections)

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.configs import inventory, tiny_config
+from tests.support import numbered_corpus
 from tests.support.manifests import write_manifest
-from tests.support.numbered_corpus import CONTEXT, END, FIRST, MASK
+from tests.support.numbered_corpus import END, FIRST, MASK
 from training.data.batch import IGNORED
-from training.planner.plan import make_plan
 from training.records.plan import RunPlan
-from training.records.token_shards import Shard, TokenShards
+from training.records.token_shards import Shard
 from training.shards.format import write_shard
-from training.shards.packing import one_epoch
 
 TOKENS = (700, 300, 500)  # of each source's training text
 NAMES = ("a", "b", "c")
@@ -41,15 +39,11 @@ def write_mixture(folder: Path) -> Path:
     return folder
 
 
-def plan_of(shards: Path, weights: Sequence[float] = (5, 2, 1), *, ranks: int = 1, **more: Any) -> RunPlan:
+def plan_of(shards: Path, weights: Sequence[float] = (5, 2, 1), **more: Any) -> RunPlan:
     """The plan of a run on the mixture; `more` as section__field=value."""
     sources = [{"path": name, "name": name, "weight": weight} for name, weight in zip(NAMES, weights, strict=True)]
     usual = {"train__steps": 60, "train__global_batch": 12, "data__path": "", "data__sources": sources}
-    config = tiny_config(parallel__ranks=ranks, train__context=CONTEXT, **(usual | more))
-    epoch = one_epoch(shards, packing=config.train.packing, context=CONTEXT)
-    manifest = TokenShards.read(shards / "manifest.json")
-    plan = make_plan(config, inventory(ranks), shards=manifest, shards_dir=str(shards), epoch=epoch)
-    return plan.model_copy(update={"threads_per_rank": 1})
+    return numbered_corpus.plan_of(shards, **(usual | more)).model_copy(update={"threads_per_rank": 1})
 
 
 def sources_in(targets: torch.Tensor) -> list[int]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.support.tiny_run import another_run
+
+if TYPE_CHECKING:
+    from tasks.promotion.register import RegisteredModel
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,12 @@ class Store:
         run = MlflowClient(self.uri).create_run(self.experiment_id, run_name=name, tags=tags)
         folder = self.folder / "runs" / name
         return another_run(self.exported, folder, mlflow_run_id=run.info.run_id, loss=loss, **changes)
+
+    def registered(self, name: str, *, loss: float, **changes: Any) -> RegisteredModel:
+        """Such a run's model as a version of the registry, judged against the champion."""
+        from tasks.promotion.register import register_model
+
+        return register_model(self.finished_run(name, loss=loss, **changes), tracking_uri=self.uri)
 
 
 def new_store(empty_store: Path, folder: Path, *, exported: Path) -> Store:

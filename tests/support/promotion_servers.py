@@ -20,11 +20,11 @@ from tasks.promotion.journal import Move, history, unfinished
 from tasks.promotion.lock import PREFIX
 from tasks.promotion.register import register_model
 from tasks.registry.models import aliases_of
+from tests.support.configs import read_plan
 from tests.support.local_servers import wait_for
 from tests.support.mlflow_store import Store
 from tests.support.waiting import until
 from training.config.promotion import RegistryConfig
-from training.records.plan import RunPlan
 from training.records.results import RegisteredModel
 
 WEBHOOKS = {
@@ -83,7 +83,7 @@ class PromotionServers:
         return str(out)
 
     def register(self, model: str, run: str, *, loss: float, checkpoint: str) -> RegisteredModel:
-        config = RunPlan.read(self.store.exported / "plan.json").config
+        config = read_plan(self.store.exported).config
         config = config.model_copy(update={"registry": RegistryConfig(model_name=model)})
         run_dir = self.store.finished_run(f"{model}-{run}", loss=loss, checkpoint=checkpoint, config=config)
         return register_model(run_dir, tracking_uri=self.store.uri)

@@ -20,6 +20,7 @@ from tests.support import nccl_like
 from tests.support.device import rank_environment
 from tests.support.forked import SERVER
 from tests.support.waiting import until
+from training.records.checkpoint import CheckpointManifest
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 from training.tracking.rows import METRICS, read_rows
@@ -136,3 +137,9 @@ def kill_and_resume(make: Callable[..., Path], *, ranks: int, at_step: int, undi
     else:
         torch.testing.assert_close(*(torch.tensor(list(each.values())) for each in (got, expected)), rtol=1e-4, atol=0)
     return plan_path
+
+
+def weight_hashes(plan_path: Path, step: int) -> list[str]:
+    """Of the checkpoint of a step: model, optimizer, and what each rank keeps of its own."""
+    files = CheckpointManifest.read(plan_path.parent / "checkpoints" / f"{step:08d}" / "manifest.json").files
+    return [str(file) for name, file in sorted(files.items()) if name.startswith(("model", "optimizer", "own"))]

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import pytest
+
 from tasks.workspace.processes import end_process, free_port
 from tests.support.waiting import until
 
@@ -187,3 +189,21 @@ def _copy(source: socket.socket, to: socket.socket, limit: int | None) -> None:
     for end in (source, to):
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
+
+
+def seen_anew(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The server without faults, its keys in the environment, and no client that knows it from an earlier test."""
+    import s3fs
+
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.faults.kind, server.faults.count = "none", 0
+    s3fs.S3FileSystem.clear_instance_cache()
+    return server
+
+
+def assert_artifacts(server: S3Server) -> None:
+    """A run's artifacts are in the bucket, where MLflow or its server wrote them."""
+    keys = server.keys("mlflow/")
+    for name in ("plan.json", "config.json", "dataset.json", "eval.json", "report.html", "summary.png"):
+        assert any(key.endswith(f"/{name}") for key in keys), f"{name} is not among {keys}"

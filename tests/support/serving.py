@@ -7,19 +7,56 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
+from fastapi.testclient import TestClient
 
+from tasks.promotion.register import register_model
 from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.app import build_app
+from tasks.serving.bounds import Held, HeldBytes
 from tasks.serving.connections import uvicorn_config
 from tasks.serving.listener import listen, url_of
 from tests.support.forked import Forked
-from tests.support.mlflow_store import Store
+from tests.support.mlflow_store import Store, new_store
 from tests.support.tiny_run import SAMPLES
-from training.config.serving import ServingConfig
+from training.config.serving import InferenceConfig, ServingConfig
+
+
+def chatting_version(store: Store, template: str) -> Path:
+    """Registers a model whose tokenizer has this chat template; the folder of its export."""
+    export = store.finished_run("one", loss=3.0) / "export"
+    (export / "chat_template.jinja").write_text(template)
+    register_model(export.parent, tracking_uri=store.uri)
+    return export
+
+
+@contextmanager
+def store_of_module(empty_store: Path, exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A store, and SHARDLINE_HOME beside it, that all tests of a module share."""
+    folder = tmp_path_factory.mktemp("shared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDLINE_HOME", str(folder))
+        yield new_store(empty_store, folder, exported=exported_run)
+
+
+def follower_of(store: Store, **options: Any) -> AliasFollower:
+    usual = {"cache_dir": None, "inference": InferenceConfig(), "rows": 4}
+    return AliasFollower("tiny@champion", tracking_uri=store.uri, **(usual | options))
+
+
+@contextmanager
+def served_here(store: Store, **inference: Any) -> Iterator[tuple[TestClient, Any]]:
+    """A client of an app without a socket, and the follower that serves."""
+    follower = follower_of(store, inference=InferenceConfig(**inference))
+    with TestClient(build_app(follower, limits=ServingConfig(poll_s=1000))) as client:
+        client.app_state["unread"] = Held(HeldBytes(2**26), give_up=follower.close)  # as a connection has it
+        yield client, follower
+    follower.close()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,18 @@ def free_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="shardline-stack-"))
     folder.chmod(0o755)
     return folder
+
+
+@contextlib.contextmanager
+def started(secrets: Mapping[str, str], **settings: str) -> Iterator[Stack]:
+    """The stack with a worker, all but the server of models, in a folder of its own."""
+    folder = free_folder()
+    stack = Stack(folder / "stack", settings={"SHARDLINE_MODEL": "verses@champion", **settings})
+    for name, content in secrets.items():
+        (stack.folder / "secrets" / name).write_text(content)
+    try:
+        stack.start("postgres", "prefect", "mlflow", "worker")
+        yield stack
+    finally:
+        stack.stop()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -2,14 +2,15 @@
 
 import io
 import json
-import lzma
 import os
 import random
 import tarfile
 import zipfile
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+import pyarrow
+import pyarrow.parquet
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 STORIES = [f"Story {i}. Once there was a fox who counted to {i * 7} and slept.\n" for i in range(40)]
 HELLOS = [f"Text number {i} says hello to the world, and the world says hello back.\n" for i in range(200)]
@@ -18,6 +19,12 @@ FOREIGN = [f"{text}naïve café Привет {i} 山中" for i, text in enumerat
 
 def json_lines(texts: list[str]) -> str:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def parquet_of(texts: list[str]) -> bytes:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), buffer)
+    return buffer.getvalue()
 
 
 def write_texts(folder: Path, *, start: int = 0) -> Path:
@@ -41,14 +48,6 @@ def write_zip(path: Path) -> Path:
         for number, text in enumerate(STORIES):
             archive.writestr(f"{number}.txt", text)
     return path
-
-
-def write_mixed(folder: Path) -> Path:
-    """A README beside a corpus that is compressed with xz."""
-    folder.mkdir()
-    (folder / "README.md").write_text("# Stories\nA corpus of stories. " * 20)
-    (folder / "part-0.jsonl.xz").write_bytes(lzma.compress(json_lines(STORIES).encode()))
-    return folder
 
 
 def talk(*, closed: bool) -> list[str]:
@@ -99,7 +98,7 @@ def write_languages(folder: Path, *, words: int = 12_000) -> Path:
 # Tokenizers
 
 
-def _save(folder: Path, tokenizer: Tokenizer, **config: str) -> Path:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, **config: str) -> Path:
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
@@ -114,7 +113,7 @@ def unigram(folder: Path) -> Path:
         vocab_size=200, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
     )
     tokenizer.train_from_iterator(HELLOS, trainer)
-    return _save(folder, tokenizer, eos_token="</s>", unk_token="<unk>")
+    return write_tokenizer(folder, tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
 def characters_without_unknown(folder: Path) -> Path:
@@ -123,7 +122,7 @@ def characters_without_unknown(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], show_progress=False)
     tokenizer.train_from_iterator(HELLOS, trainer)
-    return _save(folder, tokenizer, eos_token="</s>")
+    return write_tokenizer(folder, tokenizer, eos_token="</s>")
 
 
 def word_piece(folder: Path) -> Path:
@@ -132,17 +131,28 @@ def word_piece(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"], show_progress=False)
     tokenizer.train_from_iterator(HELLOS, trainer)
-    return _save(folder, tokenizer, sep_token="[SEP]", unk_token="[UNK]")
+    return write_tokenizer(folder, tokenizer, sep_token="[SEP]", unk_token="[UNK]")
+
+
+def letters_and_bytes(*special_tokens: str) -> Tokenizer:
+    """A BPE of the letters of HELLOS, and of bytes for all others."""
+    alphabet = sorted({character for text in HELLOS for character in text} | {"▁"})
+    tokens = [*special_tokens, *(f"<0x{byte:02X}>" for byte in range(256)), *alphabet]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+
+
+def as_sentencepiece(tokenizer: Tokenizer) -> None:
+    """Spaces are letters, and one stands before each text."""
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
 def byte_fallback(folder: Path) -> Path:
     """As Llama 2 has it: bytes stand for characters that are not in the vocabulary."""
-    alphabet = sorted({character for text in HELLOS for character in text} | {"▁"})
-    tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *alphabet]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = letters_and_bytes("<unk>", "</s>")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    return _save(folder, tokenizer, eos_token="</s>", unk_token="<unk>")
+    return write_tokenizer(folder, tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
 def words_without_unknown(folder: Path) -> Path:
@@ -150,4 +160,4 @@ def words_without_unknown(folder: Path) -> Path:
     words = sorted({word for text in HELLOS for word in text.split()} | {"</s>"})
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _save(folder, tokenizer, eos_token="</s>")
+    return write_tokenizer(folder, tokenizer, eos_token="</s>")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.configs import inventory
+from tests.support.configs import inventory, read_plan
 from tests.support.manifests import write_checkpoint_manifest, write_manifest
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
@@ -156,7 +156,7 @@ def another_run(
 ) -> Path:
     """A copy of an exported run under another id, with other results, as if it had been trained so."""
     shutil.copytree(exported, folder)
-    old = RunPlan.read(folder / "plan.json")
+    old = read_plan(folder)
     shards = folder / "shards"
     shutil.copytree(old.shards_dir, shards)
     manifest = TokenShards.read(shards / "manifest.json")

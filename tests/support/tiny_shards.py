@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from training.records.token_shards import SourceFile, Stretch, TokenShards
 from training.shards.format import write_shard
 from training.shards.packing import one_epoch
 
+MakeRun = Callable[..., Path]  # the fixture make_run
 VOCAB, END, MASK = 61, 0, 1
 
 

@@ -1,18 +1,20 @@
 """Tokenizers of all kinds that people bring, by name, and texts that hold their special tokens."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tests.support.text_cases import (
     HELLOS,
+    as_sentencepiece,
     byte_fallback,
     characters_without_unknown,
+    letters_and_bytes,
     unigram,
     word_piece,
     words_without_unknown,
+    write_tokenizer,
 )
 
 CHATML = (
@@ -20,13 +22,6 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TURNS = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n" for text in HELLOS]
-
-
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, **config: str) -> Path:
-    folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
-    return folder
 
 
 def _byte_level(*special_tokens: str, add_prefix_space: bool = False) -> Tokenizer:
@@ -56,12 +51,8 @@ def byte_level_with_space(folder: Path) -> Path:
 
 def llama(folder: Path) -> Path:
     """As Llama 2 and Mistral have it: a space and `<s>` before each text; the template writes `<s>` and `</s>`."""
-    alphabet = sorted({character for text in HELLOS for character in text} | {"▁"})
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *alphabet]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = letters_and_bytes("<unk>", "<s>", "</s>")
+    as_sentencepiece(tokenizer)
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
@@ -74,8 +65,7 @@ def llama(folder: Path) -> Path:
 def sentencepiece_over_words(folder: Path) -> Path:
     """A BPE that knows no words: its tokens reach over spaces and lines."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    as_sentencepiece(tokenizer)
     own = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=len(own) + 200, special_tokens=own, show_progress=False)
     tokenizer.train_from_iterator(["".join(HELLOS)], trainer)

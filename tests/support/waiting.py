@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from tasks.workspace import wait
@@ -28,3 +30,15 @@ def until(
     result = wait.until(condition, timeout_s=within_s, every_s=every_s)
     assert result, f"{what}: not within {within_s:g} s"
     return result
+
+
+@contextmanager
+def holding(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that has printed `held`, with its stdin open until a test closes it."""
+    command = [sys.executable, "-c", code, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()

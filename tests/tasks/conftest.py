@@ -25,7 +25,6 @@ def store(empty_store: Path, exported_run: Path, tmp_path: Path, monkeypatch: py
 @pytest.fixture
 def champion(store: Store) -> Store:
     """A store whose registry has tiny/1 as champion."""
-    from tasks.promotion.register import register_model
 
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    store.registered("one", loss=3.0)
     return store

@@ -23,7 +23,6 @@ import pytest
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.inference.open_engine import open_engine
 from tasks.inference.vllm_process import UnixConnection
-from tasks.promotion.register import register_model
 from tests.support.made_once import made_once
 from tests.support.mlflow_store import Store, new_store
 from tests.support.repository import REPO
@@ -77,7 +76,7 @@ def store(exported: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFa
         patch.setenv("SHARDLINE_HOME", str(folder))
         patch.setenv("PATH", f"{REPO / '.venv' / 'vllm' / 'eager'}:{os.environ['PATH']}")
         store = new_store(empty_store, folder, exported=exported)
-        register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+        store.registered("one", loss=3.0)
         yield store
 
 

@@ -8,13 +8,12 @@ from typing import Any
 from tasks.hardware.preflight import check_hosts
 from tasks.launch.docker_hosts import hosts_of
 from tasks.launch.rank_environment import give_to_ranks
-from tests.support.configs import inventory
+from tests.support.configs import inventory, read_plan
 from tests.support.launched_runs import tokens_of
 from tests.support.launched_runs import train as train  # benchmarks.recovery has it from here
 from tests.support.rig.rig import Rig, RigHost
 from tests.support.tiny_shards import plan_tiny_run
 from training.records.inventory import Inventory
-from training.records.plan import RunPlan
 
 STEPS = 60
 SLOW = "10mbit"  # a step of the tiny model takes 0.15 s then, whatever the cores do: time to strike in the middle
@@ -67,7 +66,7 @@ def assert_nothing_is_left(rig: Rig) -> None:
 
 def check_memory(run_dir: Path) -> None:
     """As preflight does for a run that keeps copies in its hosts' memory: makes the folders for them there."""
-    config = RunPlan.read(run_dir / "plan.json").config
+    config = read_plan(run_dir).config
     if config.checkpoint.memory_every_steps:
         give_to_ranks(run_dir, config.launch)
         memory_dir, hosts = config.checkpoint.memory_dir, hosts_of(config.launch)

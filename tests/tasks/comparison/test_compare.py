@@ -12,9 +12,8 @@ from tasks.comparison.report import headline, table, write_page
 from tasks.comparison.strategies import read_strategies
 from tasks.planning.price import RunCost
 from tasks.runs.errors import RunFailed, RunStopped
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, read_plan, tiny_config
 from training.planner.plan import make_plan
-from training.records.plan import RunPlan
 
 STEPS, TOKENS = 40, 8 * 16
 DONE = StrategyOutcome(outcome="done", run_id="run")
@@ -98,7 +97,7 @@ def test_device_hours_per_token_are_always_there_and_costs_where_devices_have_pr
     assert (row.cost_per_1b_tokens, row.cost) == (None, None)
     assert not any(heading.startswith(("cost", "MFU")) for heading in table(comparison)[0]), "no column of empty cells"
 
-    plan = RunPlan.read(folders["ddp"] / "plan.json")
+    plan = read_plan(folders["ddp"])
     plan.model_copy(update={"price_per_hour": 0.04}).write(folders["ddp"] / "plan.json")
     spent = RunCost(device_hours={"training": 1.0}, cost={"training": 0.5}, currency="USD", tokens=5120)
     spent.write(folders["ddp"] / "cost.json")

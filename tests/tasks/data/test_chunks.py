@@ -25,7 +25,7 @@ from tasks.data.engine import LocalProcesses, Task, check_of_worker, run_chunks,
 from tasks.data.readers import Piece, Span, read_spans
 from tasks.data.sources import SkippedDocuments, Source, find_sources
 from tasks.data.survey import SurveyWork
-from tests.support.tiny_corpus import all_documents, contents, decoded, prepare, write_json_lines
+from tests.support.tiny_corpus import all_documents, assert_refused, contents, decoded, prepare, write_json_lines
 from tests.support.waiting import until
 from training.config.data import DataConfig
 from training.records.token_shards import TokenShards
@@ -48,7 +48,6 @@ PARTS = [
     "\t",
     "x" * 40,
 ]
-BREAKS = {"a.txt": "line", "b.txt": "paragraph", "d.jsonl": "line"}
 
 
 def source_of(path: Path, unit: Any) -> tuple[Source, DataConfig]:
@@ -70,40 +69,23 @@ def documents(spans: Sequence[Span], data: DataConfig) -> list[tuple[str, str]]:
     return found
 
 
-def random_text(seed: int, *, longest: int = 60) -> bytes:
-    draw = random.Random(seed)
-    return "".join(draw.choice(PARTS) for _ in range(draw.randrange(longest))).encode()
-
-
-@pytest.mark.parametrize("name", BREAKS)
-@pytest.mark.parametrize("bom", [b"", codecs.BOM_UTF8])
-def test_spans_of_any_size_hold_the_documents_of_the_whole_file(tmp_path: Path, name: str, bom: bytes) -> None:
-    for seed in range(60):
-        text = random_text(seed)
-        if name == "d.jsonl":
-            lines = [json.dumps({"text": line}, ensure_ascii=False) for line in text.decode().split("\n")]
-            text = "\n".join(lines).encode()
-        (tmp_path / name).write_bytes(bom + text)
-        source, data = source_of(tmp_path / name, BREAKS[name])
-        whole = documents([Span(0, source)], data)
-        size = len(bom + text)
-        for each in (1, 2, 3, 7, 50):
-            cuts = [*range(0, size, each), size]
-            spans = [Span(0, source, start, stop) for start, stop in itertools.pairwise(cuts)]
-            assert documents(spans, data) == whole, f"seed {seed}, spans of {each} bytes"
-
-
-def test_a_long_document_may_be_cut_at_any_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["line.txt", "paragraph.txt", "file.txt", "line.jsonl"])
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
+def test_any_cut_gives_the_documents_of_the_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mark: bytes
+) -> None:
     monkeypatch.setattr("tasks.data.readers.plain_text.BORDER_BYTES", 40)
-    for seed in range(12):
-        text = random_text(seed, longest=400)
-        (tmp_path / "a.txt").write_bytes(text)
-        source, data = source_of(tmp_path / "a.txt", "file")
-        whole = documents([Span(0, source)], data)
-        for first in range(1, 45):
-            cuts = [0, *range(first, len(text), 45), len(text)]
-            spans = [Span(0, source, start, stop) for start, stop in itertools.pairwise(cuts)]
-            assert documents(spans, data) == whole, f"seed {seed}, first cut at {first}"
+    unit, _, suffix = name.partition(".")
+    for seed in range(200):
+        draw = random.Random(seed)
+        text = "".join(draw.choices(PARTS, k=draw.randrange(1, 10 + seed)))
+        if suffix == "jsonl":
+            text = "\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in text.split("\n"))
+        size = (tmp_path / name).write_bytes(mark + text.encode())
+        source, data = source_of(tmp_path / name, unit)
+        borders = sorted({0, size, *draw.choices(range(size), k=draw.choice((1, 5, 50, size)))})
+        spans = [Span(0, source, start, stop) for start, stop in itertools.pairwise(borders)]
+        assert documents(spans, data) == documents([Span(0, source)], data), f"seed {seed}"
 
 
 def test_each_format_is_cut_where_it_can_be_and_stays_whole_elsewhere(tmp_path: Path) -> None:
@@ -248,16 +230,14 @@ def test_a_fault_in_a_late_chunk_is_named_with_its_line(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"{number} " + "some words " * 100}).encode() for number in range(3000)]
     lines[2500] = b"{"
     source.write_bytes(b"\n".join(lines))
-    with pytest.raises(ValueError, match=r"a\.jsonl:2501: not valid JSON"):
-        prepare(tmp_path, source, shard_mib=1, processes=1)
+    assert_refused(r"a\.jsonl:2501: not valid JSON", tmp_path, source, shard_mib=1, processes=1)
     lines[17] = b"7"
     source.write_bytes(b"\n".join(lines))
     _, shards = prepare(tmp_path, source, shard_mib=1, processes=1, on_error="skip")
     assert [example.split(": ")[0] for example in shards.skipped_examples] == ["a.jsonl:18", "a.jsonl:2501"]
     text = tmp_path / "b.txt"
     text.write_bytes(b"fine\n" * 500_000 + b"b\xffd\n" + b"fine\n" * 100)
-    with pytest.raises(ValueError, match=r"b\.txt:500001: invalid UTF-8 \(byte 0xff\)"):
-        prepare(tmp_path, text, shard_mib=1, processes=1)
+    assert_refused(r"b\.txt:500001: invalid UTF-8 \(byte 0xff\)", tmp_path, text, shard_mib=1, processes=1)
 
 
 def test_what_was_skipped_is_known_after_a_resume(tmp_path: Path) -> None:
@@ -280,8 +260,7 @@ def test_parquet_is_cut_between_row_groups_and_its_rows_keep_their_numbers(tmp_p
     texts[1234] = None
     source = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": texts}), source, row_group_size=100, use_dictionary=False)
-    with pytest.raises(ValueError, match=r"a\.parquet:row 1235: the document is null"):
-        prepare(tmp_path, source, shard_mib=1, processes=1)
+    assert_refused(r"a\.parquet:row 1235: the document is null", tmp_path, source, shard_mib=1, processes=1)
     folder, shards = prepare(tmp_path, source, shard_mib=1, processes=1, on_error="skip")
     assert shards.skipped_examples == ("a.parquet:row 1235: the document is null, not text",)
     assert len([shard for shard in shards.shards if shard.split == "train"]) >= 4

@@ -16,7 +16,15 @@ from tokenizers import Tokenizer
 
 from tasks.data.corpus import prepare_corpus
 from tasks.data.readers import LONGEST_PIECE
-from tests.support.tiny_corpus import DOCUMENTS, all_documents, contents, decoded, prepare, write_json_lines
+from tests.support.tiny_corpus import (
+    DOCUMENTS,
+    all_documents,
+    assert_refused,
+    contents,
+    decoded,
+    prepare,
+    write_json_lines,
+)
 from training.config.run import DataConfig
 from training.shards.format import SPLITS, verify_hashes
 from training.shards.stream import TokenStream
@@ -122,10 +130,14 @@ def test_twenty_documents_are_split_by_document(tmp_path: Path) -> None:
 
 def test_a_split_that_would_be_empty_is_refused(tmp_path: Path) -> None:
     source = write_json_lines(tmp_path / "a.jsonl", ["one", "two"])
-    with pytest.raises(ValueError, match=r"of 2 documents all fall into train.*set data.split=tail"):
-        prepare(tmp_path, source, split="documents", validation_fraction=0.001)
-    with pytest.raises(ValueError, match="1 characters leave nothing to split"):
-        prepare(tmp_path, write_json_lines(source, ["a"]))
+    assert_refused(
+        r"of 2 documents all fall into train.*set data.split=tail",
+        tmp_path,
+        source,
+        split="documents",
+        validation_fraction=0.001,
+    )
+    assert_refused("1 characters leave nothing to split", tmp_path, write_json_lines(source, ["a"]))
 
 
 # Once and for all

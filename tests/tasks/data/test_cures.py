@@ -18,7 +18,7 @@ import yaml
 
 from tasks.data.tokenizer import load_pretrained, special_tokens
 from tests.support.text_cases import HELLOS, STORIES, byte_fallback, json_lines, words_without_unknown, write_zip
-from tests.support.tiny_corpus import all_documents, prepare
+from tests.support.tiny_corpus import all_documents, prepare, write_files
 from training.config.data import TokenizerConfig
 from training.facts.cures import Cure
 
@@ -81,23 +81,11 @@ class Case:
 
 
 def file(name: str, content: str | bytes) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        path = folder / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
-
-    return make
+    return lambda folder: write_files(folder, {name: content}) / name
 
 
 def folder(files: dict[str, str | bytes]) -> Callable[[Path], Path]:
-    def make(home: Path) -> Path:
-        root = home / "corpus"
-        for name, content in files.items():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        return root
-
-    return make
+    return lambda home: write_files(home / "corpus", files)
 
 
 def by_hand(path: Path) -> None:
@@ -157,7 +145,8 @@ CASES: dict[Cure, list[Case]] = {
     ],
     Cure.DEDUPLICATE: [Case(folder({"a/1.txt": STORIES[0], "b/1.txt": STORIES[0], "c.txt": "".join(STORIES)}))],
     Cure.ENCODING: [
-        Case(file("a.txt", "".join(STORIES).encode("utf-16-le"))),
+        *(Case(file("a.txt", "".join(STORIES).encode(name))) for name in ("utf-16-le", "utf-16-be", "utf-16")),
+        *(Case(file("a.txt", "".join(STORIES).encode(name))) for name in ("utf-32-le", "utf-32-be", "utf-32")),
         Case(file("a.txt", ("山川の道を行く\n" * 40).encode("iso2022_jp"))),
         Case(file("a.jsonl", '{"text": "안녕하세요"}\n'.encode("iso2022_kr") * 40)),
         Case(folder({"a.txt": "Zoë\n" * 40, "b.txt": ("山中相送\n" * 40).encode("hz")}), fields={"text_unit": "line"}),
@@ -178,7 +167,10 @@ CASES: dict[Cure, list[Case]] = {
         Case(file("a.csv", table(WORDS, "id,body")), lambda path, message, cure: {"column": "body"}),
         Case(file("a.csv", table(WORDS, "id, body")), lambda path, message, cure: {"column": "body"}),
     ],
-    Cure.JSON_FIELD: [Case(file("a.json", json.dumps({"data": [{"text": text} for text in STORIES]})))],
+    Cure.JSON_FIELD: [
+        Case(file("a.json", json.dumps({"version": 1, "data": [{"text": text} for text in STORIES]}, indent=indent)))
+        for indent in (None, 2)
+    ],
     Cure.JSON_FIELDS: [
         Case(
             file("a.json", json.dumps({"data": [{"text": text} for text in STORIES]})),
@@ -189,6 +181,9 @@ CASES: dict[Cure, list[Case]] = {
     Cure.DELIMITER: [
         Case(file("a.csv", table(WORDS, "id;text", ";"))),
         Case(file("a.csv", table(WORDS, "id|text", "|"))),
+        Case(file("a.csv", table(WORDS, "id\ttext", "\t"))),
+        Case(file("a.tsv", table(WORDS))),
+        Case(file("a.csv", table([f'"a; {number}"' for number in range(30)], '"id";"text"', ";"))),
     ],
     Cure.QUOTED: [
         Case(file("a.tsv", table(QUOTED, "id\ttext", "\t"))),

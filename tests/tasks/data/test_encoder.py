@@ -17,6 +17,7 @@ from tasks.data import encoder
 from tasks.data.encoder import TokensDiffer, choose_library, encode, forget_words, new_gigatoken
 from tasks.data.split import Passage
 from tasks.data.tokenizer import SavedTokenizer
+from tests.support.text_cases import as_sentencepiece
 from tests.support.tiny_corpus import CODE, EMOJI, POEM, prepare, write_json_lines
 from training.shards.stream import TokenStream
 
@@ -102,8 +103,7 @@ def sentencepiece(tokenizer: Tokenizer) -> None:
     """As Llama 2's and Mistral's: characters, and bytes for those that are not in the vocabulary."""
     tokenizer.model = models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     tokenizer.pre_tokenizer = None
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    as_sentencepiece(tokenizer)
 
 
 KINDS = {

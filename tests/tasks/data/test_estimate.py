@@ -14,8 +14,7 @@ import pytest
 from tasks.data.corpus import prepare_corpus
 from tasks.data.estimate import READ_BYTES, estimate_text
 from tasks.planning.plan import plan_run
-from tasks.planning.text import TextEstimate
-from tests.support.tiny_corpus import prepare
+from tests.support.tiny_corpus import estimated, prepare
 from tests.support.tokenizer_cases import chatml
 from training.config.run import RunConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
@@ -49,12 +48,6 @@ def write(folder: Path, kind: str, documents: list[str], **columns: Any) -> Path
                 (folder / f"{number}.txt").write_text(text)
             return folder
     return path
-
-
-def estimated(data: dict[str, Any], **sections: Any) -> TextEstimate:
-    found = estimate_text(RunConfig.model_validate({"data": data} | sections))
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
@@ -138,7 +131,7 @@ def test_files_that_are_left_out_and_the_size_are_said(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     write(folder, "jsonl", texts(40))
     (folder / "notes.dat").write_text("no text")
-    found = estimated({"path": str(folder), "tokenizer": {"kind": "bytes"}})
+    found = estimated({"path": str(folder)})
     first, second = found.lines()
     assert first.startswith(f"text: {folder}: 1 file, 0.1 MB; ")
     assert "tokens of 39 documents to train on, " in first
@@ -158,7 +151,7 @@ def test_documents_that_are_left_out_or_skipped_are_said_before_the_run(
     if not is_counted:
         monkeypatch.setattr("tasks.data.estimate.READ_BYTES", 150)
     where = {"on_error": "skip", "column": "meta.body", "where": "year > 2"}
-    found = estimated({"path": str(path), "tokenizer": {"kind": "bytes"}} | where)
+    found = estimated({"path": str(path)} | where)
     assert found.is_counted == is_counted
     read = "" if is_counted else "in the part that was read, "
     filtered, skipped, nuls = [line for line in found.lines() if line.startswith(f"text: {read}")][-3:]
@@ -254,7 +247,7 @@ def test_what_would_stop_the_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a text of its own\n" * 40)
     (tmp_path / "more.zip").write_bytes(b"PK\x03\x04" + b"\0" * 100)
     with pytest.raises(ValueError, match=r"more\.zip: it is a zip archive"):
-        estimated({"path": str(tmp_path), "tokenizer": {"kind": "bytes"}})
+        estimated({"path": str(tmp_path)})
     (tmp_path / "more.zip").unlink()
     letters = prepare(tmp_path, write(tmp_path, "jsonl", ["only these letters"]), kind="characters", split="all")[0]
     pretrained = {"kind": "pretrained", "path": str(letters / "tokenizer")}

@@ -21,6 +21,8 @@ from tasks.data.tokenizer import LONGEST_WORD, Specials, save_tokenizer
 from training.config.data import DataConfig, TokenizerConfig
 from training.records.text_encoding import NOTHING_SPECIAL
 
+pytestmark = pytest.mark.slow  # two minutes, and a busy machine makes them longer
+
 MOST = 8  # times the time for four times the text: in proportion it is 4, with the square of it 16
 LEAST_S = 0.01  # shorter times are not told apart
 TRIES = 3  # on a busy machine

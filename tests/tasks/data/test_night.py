@@ -15,7 +15,7 @@ from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
 from tasks.tracking.client import registry_client
 from tasks.workspace.paths import home
-from tests.support.configs import inventory
+from tests.support.configs import inventory, read_plan
 from tests.support.mlflow_store import Store
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
@@ -56,7 +56,7 @@ def trained(store: Store, name: str, config: RunConfig) -> None:
     """Registers a model that was trained on the night's text, and is champion now."""
     folder, shards = prepare_corpus(config.data, tokens_home=home() / "tokens")
     run = store.finished_run(name, loss=2.0, config=config)
-    plan = RunPlan.read(run / "plan.json")
+    plan = read_plan(run)
     plan.model_copy(update={"shards_dir": str(folder), "shards_fingerprint": shards.fingerprint}).write(
         run / "plan.json"
     )
@@ -72,7 +72,7 @@ def test_without_a_champion_the_whole_folder_is_new(store: Store, corpus: Path) 
 
 
 def test_nights_go_on_from_the_champion_with_what_none_before_it_knew(store: Store, corpus: Path) -> None:
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    store.registered("one", loss=3.0)
     champion = resolve("tiny@champion", tracking_uri=store.uri)
     first = night_of(config_of(corpus), store)
     assert first.config is not None
@@ -100,7 +100,7 @@ def test_nights_go_on_from_the_champion_with_what_none_before_it_knew(store: Sto
 
 @pytest.mark.parametrize("replay", [0.0, 0.25, 0.5])
 def test_older_slices_are_the_share_that_is_asked_for(store: Store, corpus: Path, replay: float) -> None:
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    store.registered("one", loss=3.0)
     night = night_of(config_of(corpus), store, replay=replay)
     assert night.config is not None
     plan = plan_of(night.config)
@@ -116,7 +116,7 @@ def test_older_slices_are_the_share_that_is_asked_for(store: Store, corpus: Path
 
 
 def test_a_file_that_grew_counts_from_where_it_had_ended(store: Store, corpus: Path) -> None:
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    store.registered("one", loss=3.0)
     first = night_of(config_of(corpus), store)
     assert first.config is not None
     trained(store, "two", first.config)
@@ -153,7 +153,7 @@ def test_the_optimizer_goes_on_from_the_champions_checkpoint(store: Store, corpu
 
 def test_of_many_slices_the_first_and_a_fixed_choice_are_kept(store: Store, corpus: Path) -> None:
     config = config_of(corpus)
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    store.registered("one", loss=3.0)
     kept: list[set[str]] = []
     for number in range(5):
         (corpus / f"{number}.txt").write_text(f"text of night {number}\n" * 60)
@@ -170,7 +170,7 @@ def test_of_many_slices_the_first_and_a_fixed_choice_are_kept(store: Store, corp
 def test_a_slice_that_is_gone_is_said_and_left_out(store: Store, corpus: Path) -> None:
     run = store.finished_run("one", loss=3.0)
     register_model(run, tracking_uri=store.uri)
-    shards = Path(RunPlan.read(run / "plan.json").shards_dir)
+    shards = Path(read_plan(run).shards_dir)
     aside = shards.rename(shards.with_name("aside"))
     try:
         night = night_of(config_of(corpus), store)
@@ -183,7 +183,7 @@ def test_a_slice_that_is_gone_is_said_and_left_out(store: Store, corpus: Path) -
 
 
 def test_nothing_new_is_said_with_the_numbers(store: Store, corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    store.registered("one", loss=3.0)
     night = night_of(config_of(corpus), store)
     assert night.config is not None
     trained(store, "two", night.config)

@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import bz2
-import functools
 import gzip
-import http.server
 import io
 import json
 import lzma
 import os
 import re
-import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tasks.data.contents import recognize
-from tasks.data.estimate import estimate_text
-from tests.support.text_cases import STORIES, json_lines, write_texts
-from tests.support.tiny_corpus import all_documents, decoded, prepare
-from training.config.run import RunConfig
+from tests.support.text_cases import STORIES, json_lines, parquet_of, write_texts
+from tests.support.tiny_corpus import (
+    all_documents,
+    assert_read,
+    assert_refused,
+    decoded,
+    estimated,
+    prepare,
+    web_server,
+    write_files,
+)
 from training.facts.cures import Cure
 
 LINES = json_lines(STORIES).encode()
 ARRAY = json.dumps([{"text": text} for text in STORIES], indent=1).encode()
 LONG = json_lines([text * 200 for text in STORIES]).encode()  # the first line is longer than what is looked at
-
-
-def parquet() -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(pa.table({"text": STORIES}), buffer)
-    return buffer.getvalue()
 
 
 def arrow() -> bytes:
@@ -55,7 +52,7 @@ CONTENT: dict[str, Callable[[], bytes]] = {
     "xz": lambda: lzma.compress(LINES),
     "array": lambda: ARRAY,
     "packed array": lambda: gzip.compress(ARRAY),
-    "parquet": parquet,
+    "parquet": lambda: parquet_of(STORIES),
     "arrow": arrow,
 }
 
@@ -66,19 +63,15 @@ CONTENT: dict[str, Callable[[], bytes]] = {
 )
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_bytes_tell_what_a_file_is_whatever_its_name(tmp_path: Path, name: str, content: str, is_listed: bool) -> None:
-    root = tmp_path / "corpus"
-    root.mkdir()
-    (root / name).write_bytes(CONTENT[content]())
-    folder, shards = prepare(tmp_path, root if is_listed else root / name, split="all")
-    assert sorted(all_documents(folder)) == sorted(STORIES)
+    root = write_files(tmp_path / "corpus", {name: CONTENT[content]()})
+    shards = assert_read(STORIES, tmp_path, root if is_listed else root / name, split="all")
     assert not shards.left_out
 
 
 @pytest.mark.parametrize("name", ["corpus", "corpus.json", "corpus.jl"])
 def test_a_first_line_that_is_longer_than_what_is_looked_at(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(LONG)
-    folder, _ = prepare(tmp_path, tmp_path / name)
-    assert sorted(all_documents(folder)) == sorted(text * 200 for text in STORIES)
+    assert_read((text * 200 for text in STORIES), tmp_path, tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -126,25 +119,18 @@ def test_office_files_are_named_with_how_to_save_their_text(
 ) -> None:
     root = write_texts(tmp_path / "corpus")
     (root / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"^{name} is {re.escape(what)}.*{re.escape(Cure.SAVE_AS_TEXT)}$"):
-        prepare(tmp_path, root / name)
+    assert_refused(rf"^{name} is {re.escape(what)}.*{re.escape(Cure.SAVE_AS_TEXT)}$", tmp_path, root / name)
     (left_out,) = prepare(tmp_path, root)[1].left_out
     assert Cure.SAVE_AS_TEXT in left_out.why
     renamed = (root / name).rename(root / "renamed.txt")
-    with pytest.raises(ValueError, match=rf"^renamed\.txt is {re.escape(what)}"):
-        prepare(tmp_path, root)
+    assert_refused(rf"^renamed\.txt is {re.escape(what)}", tmp_path, root)
     assert renamed.exists()
 
 
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    root = tmp_path / "web"
-    root.mkdir()
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(root))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield root, f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with web_server(tmp_path / "web") as url:
+        yield tmp_path / "web", url
 
 
 @pytest.mark.parametrize(
@@ -153,7 +139,7 @@ def web(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         ("x.jsonl", "?download=true", LINES),
         ("x.gz", "", gzip.compress(LINES, mtime=0)),
         ("resolve", "?file=x.jsonl", LINES),
-        ("x.bin", "?raw=1", parquet()),
+        ("x.bin", "?raw=1", parquet_of(STORIES)),
         ("x.json", "", ARRAY),
     ],
 )
@@ -162,82 +148,59 @@ def test_bytes_tell_what_a_file_behind_a_url_is(
 ) -> None:
     root, url = web
     (root / name).write_bytes(content)
-    folder, shards = prepare(tmp_path, f"{url}/{name}{query}", split="all")
-    assert sorted(all_documents(folder)) == sorted(STORIES)
+    shards = assert_read(STORIES, tmp_path, f"{url}/{name}{query}", split="all")
     assert [source.name for source in shards.sources] == [name]
 
 
 def test_settings_beside_a_corpus_are_left_out_and_said(tmp_path: Path) -> None:
-    root = write_texts(tmp_path / "corpus")
-    (root / "code").mkdir()
-    settings = {"package.json": {"name": "a", "contributors": [{"name": "b"}]}, "dataset_infos.json": {"default": {}}}
-    for name, content in settings.items():
-        (root / "code" / name).write_text(json.dumps(content, indent=2 if name == "package.json" else None))
-    (root / "article.json").write_text(json.dumps({"id": 1, "text": "an article"}, indent=2))
-    folder, shards = prepare(tmp_path, root)
-    assert sorted(all_documents(folder)) == sorted([*STORIES, "an article"])
-    (left_out,) = shards.left_out
+    settings = {"name": "a", "contributors": [{"name": "b"}]}
+    files = {
+        "code/package.json": json.dumps(settings, indent=2),
+        "code/dataset_infos.json": json.dumps({"default": {}}),
+        "article.json": json.dumps({"id": 1, "text": "an article"}, indent=2),
+    }
+    root = write_files(write_texts(tmp_path / "corpus"), files)
+    (left_out,) = assert_read([*STORIES, "an article"], tmp_path, root).left_out
     assert (left_out.files, left_out.refused) == (2, False)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "package.json").write_text('{\n "name": "a"\n}')
-    with pytest.raises(ValueError, match=r"has no key 'text' but 'name'; set data\.column"):
-        prepare(tmp_path, alone)
+    alone = write_files(tmp_path / "alone", {"package.json": '{\n "name": "a"\n}'})
+    assert_refused(r"has no key 'text' but 'name'; set data\.column", tmp_path, alone)
 
 
 # The same file twice
 
 
-def twice(root: Path, how: str) -> None:
-    root.mkdir()
-    first = root / "notes.jsonl"
-    first.write_bytes(LINES)
-    (root / "deep").mkdir()
-    match how:
-        case "link":
-            os.symlink("notes.jsonl", root / "other.jsonl")
-        case "hard link":
-            os.link(first, root / "other.jsonl")
-        case "copy":
-            (root / "deep" / "other.jsonl").write_bytes(LINES)
-        case "gzip":
-            (root / "notes.jsonl.gz").write_bytes(gzip.compress(LINES))
-        case "xz elsewhere":
-            (root / "deep" / "notes.jsonl.xz").write_bytes(lzma.compress(LINES))
-        case "two compressions":
-            first.rename(root / "other.jsonl")
-            (root / "a.jsonl.gz").write_bytes(gzip.compress(LINES[: len(LINES) // 2 + 9].rpartition(b"\n")[0]))
-            (root / "a.jsonl.xz").write_bytes(lzma.compress(LINES[: len(LINES) // 2 + 9].rpartition(b"\n")[0]))
+BEGINNING = LINES[: len(LINES) // 2 + 9].rpartition(b"\n")[0]
+COPIES: dict[str, Callable[[Path], object]] = {
+    "link": lambda root: os.symlink("notes.jsonl", root / "other.jsonl"),
+    "hard link": lambda root: os.link(root / "notes.jsonl", root / "other.jsonl"),
+    "copy": lambda root: write_files(root, {"deep/other.jsonl": LINES}),
+    "gzip": lambda root: write_files(root, {"notes.jsonl.gz": gzip.compress(LINES)}),
+    "xz elsewhere": lambda root: write_files(root, {"deep/notes.jsonl.xz": lzma.compress(LINES)}),
+}
 
 
-@pytest.mark.parametrize("how", ["link", "hard link", "copy", "gzip", "xz elsewhere"])
+@pytest.mark.parametrize("how", COPIES)
 def test_a_file_that_is_there_twice_counts_once_and_that_is_said(tmp_path: Path, how: str) -> None:
-    root = tmp_path / "corpus"
-    twice(root, how)
-    folder, shards = prepare(tmp_path, root)
-    assert sorted(all_documents(folder)) == sorted(STORIES)
+    root = write_files(tmp_path / "corpus", {"notes.jsonl": LINES})
+    COPIES[how](root)
+    shards = assert_read(STORIES, tmp_path, root)
     (left_out,) = shards.left_out
     assert (left_out.kind, left_out.files) == ("copies", 1)
-    assert "which counts once" in "\n".join(shards.ledger_lines())
-    data = {"path": str(root), "tokenizer": {"kind": "bytes"}}
-    planned = estimate_text(RunConfig.model_validate({"data": data}))
-    assert planned
+    planned = estimated({"path": str(root)})
     assert sum(shard.documents for shard in planned.shards.shards) == 40
-    assert "which counts once" in "\n".join(planned.lines())
+    for lines in (shards.ledger_lines(), planned.lines()):
+        assert "which counts once" in "\n".join(lines)
 
 
 def test_two_compressions_of_a_file_count_once(tmp_path: Path) -> None:
-    twice(tmp_path / "corpus", "two compressions")
-    _, shards = prepare(tmp_path, tmp_path / "corpus")
+    both = {"a.jsonl.gz": gzip.compress(BEGINNING), "a.jsonl.xz": lzma.compress(BEGINNING)}
+    _, shards = prepare(tmp_path, write_files(tmp_path / "corpus", {"other.jsonl": LINES} | both))
     assert [source.name for source in shards.sources] == ["a.jsonl.gz", "other.jsonl"]
 
 
 def test_a_log_that_grew_beside_its_compressed_beginning_is_read_whole(tmp_path: Path) -> None:
-    root = tmp_path / "corpus"
-    root.mkdir()
-    (root / "a.jsonl").write_bytes(LONG)
-    (root / "a.jsonl.gz").write_bytes(gzip.compress(LONG.rpartition(b"\n{")[0]))
-    assert len(prepare(tmp_path, root)[1].sources) == 2
+    files = {"a.jsonl": LONG, "a.jsonl.gz": gzip.compress(LONG.rpartition(b"\n{")[0])}
+    assert len(prepare(tmp_path, write_files(tmp_path / "corpus", files))[1].sources) == 2
 
 
 @pytest.mark.parametrize("links", [os.symlink, os.link])
@@ -252,12 +215,9 @@ def test_a_link_to_a_text_counts_once_and_equal_texts_are_said(tmp_path: Path, l
 
 
 def test_what_is_held_out_is_not_trained_on_in_a_copy(tmp_path: Path) -> None:
-    root = tmp_path / "corpus"
-    root.mkdir()
-    (root / "a.jsonl").write_bytes(LINES.replace(b"fox", b"cat"))
-    (root / "b.jsonl").write_bytes(LINES)
-    (tmp_path / "held.jsonl").write_bytes(LINES)
-    folder, shards = prepare(tmp_path, root, validation_path=str(tmp_path / "held.jsonl"))
+    root = write_files(tmp_path / "corpus", {"a.jsonl": LINES.replace(b"fox", b"cat"), "b.jsonl": LINES})
+    held = write_files(tmp_path, {"held.jsonl": LINES}) / "held.jsonl"
+    folder, shards = prepare(tmp_path, root, validation_path=str(held))
     assert all("cat" in text for text in decoded(folder)["train"])
     assert (shards.documents("train"), shards.documents("validation")) == (40, 40)
 
@@ -273,20 +233,13 @@ def test_what_is_held_out_is_not_trained_on_in_a_copy(tmp_path: Path) -> None:
 def test_parts_that_differ_threefold_are_warned_of_in_run_and_plan(
     tmp_path: Path, lengths: list[int], fraction: float, is_unlike: bool, kind: str
 ) -> None:
-    root = tmp_path / "corpus"
-    root.mkdir()
     texts = [f"{number}: {STORIES[number % 40]}" * length for number, length in enumerate(lengths)]
-    if kind == "rows":
-        (root / "a.jsonl").write_text(json_lines(texts))
-    else:
-        for number, text in enumerate(texts):
-            (root / f"{number:03}.txt").write_text(text)
+    files = {"a.jsonl": json_lines(texts)} if kind == "rows" else {f"{n:03}.txt": text for n, text in enumerate(texts)}
+    root = write_files(tmp_path / "corpus", files)
     _, shards = prepare(tmp_path, root, validation_fraction=fraction)
     held_out = shards.text_bytes("validation") / sum(map(shards.text_bytes, ("train", "validation")))
     assert (not fraction / 3 <= held_out <= 3 * fraction) == is_unlike
-    data = {"path": str(root), "tokenizer": {"kind": "bytes"}, "validation_fraction": fraction}
-    planned = estimate_text(RunConfig.model_validate({"data": data}))
-    assert planned
+    planned = estimated({"path": str(root), "validation_fraction": fraction})
     for lines in (shards.ledger_warnings(), list(planned.lines())):
         assert (
             any(f"{held_out:.2%} of the text is held out" in line and Cure.TAIL in line for line in lines) == is_unlike

@@ -2,74 +2,47 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
-import http.server
-import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.data.corpus import prepare_corpus
 from tasks.data.sources import check_paths
-from tests.support.s3_server import BUCKET, SECRET, S3Server, s3_server
+from tests.support.s3_server import BUCKET, SECRET, S3Server, s3_server, seen_anew
+from tests.support.text_cases import json_lines, parquet_of
+from tests.support.tiny_corpus import assert_refused, prepare, web_server, write_files
 from training.config.data import DataConfig
-from training.records.token_shards import TokenShards
 from training.shards.format import SPLITS
 
 TEXTS = [f"document {n}: " + "some words of no meaning " * (n % 40) for n in range(400)]
-LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+LINES = json_lines(TEXTS).encode()
+FILES = {
+    "a.jsonl": LINES,
+    "deep/b.jsonl.gz": gzip.compress(LINES.replace(b"document", b"text"), mtime=0),
+    "c.parquet": parquet_of(TEXTS),
+    ".hidden.txt": b"hidden",
+    "picture.png": b"\x89PNG",
+}
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[S3Server]:
     pytest.importorskip("s3fs")
     with s3_server() as server:
-        server.put("texts/a.jsonl", LINES)
-        server.put("texts/deep/b.jsonl.gz", gzip.compress(LINES.replace(b"document", b"text"), mtime=0))
-        server.put("texts/c.parquet", parquet())
-        server.put("texts/.hidden.txt", b"hidden")
-        server.put("texts/picture.png", b"\x89PNG")
+        for name, content in FILES.items():
+            server.put(f"texts/{name}", content)
         yield server
 
 
 @pytest.fixture
 def s3(served: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    for name, value in served.environment.items():
-        monkeypatch.setenv(name, value)
-    served.faults.kind, served.faults.count = "none", 0
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
-    return served
-
-
-def parquet() -> bytes:
-    import io
-
-    import pyarrow
-    import pyarrow.parquet
-
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": f"row {text}"} for text in TEXTS]), buffer)
-    return buffer.getvalue()
-
-
-def prepare(home: Path, path: str, **data: Any) -> tuple[Path, TokenShards]:
-    config = {"path": path, "tokenizer": {"kind": "bytes"}, "processes": 1} | data
-    return prepare_corpus(DataConfig.model_validate(config), tokens_home=home / "tokens")
+    return seen_anew(served, monkeypatch)
 
 
 def test_a_prefix_of_a_bucket_is_a_corpus_like_a_folder(s3: S3Server, tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "a.jsonl").write_bytes(LINES)
-    (folder / "deep" / "b.jsonl.gz").write_bytes(gzip.compress(LINES.replace(b"document", b"text"), mtime=0))
-    (folder / "c.parquet").write_bytes(parquet())
-    _, here = prepare(tmp_path, str(folder))
+    _, here = prepare(tmp_path, write_files(tmp_path / "texts", FILES))
     there_folder, there = prepare(tmp_path, f"s3://{BUCKET}/texts")
     assert [file.name for file in there.sources] == ["a.jsonl", "c.parquet", "deep/b.jsonl.gz"]
     assert [file.num_bytes for file in there.sources] == [file.num_bytes for file in here.sources]
@@ -115,8 +88,7 @@ def test_a_store_that_is_away_ends_with_a_clear_line_and_leaves_nothing_half(s3:
     ],
 )
 def test_what_is_not_there_is_refused(s3: S3Server, tmp_path: Path, path: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        prepare(tmp_path, path)
+    assert_refused(problem, tmp_path, path)
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
@@ -136,25 +108,8 @@ def test_a_missing_library_is_named_with_the_line_that_installs_it(monkeypatch: 
         check_paths(DataConfig(path="gs://bucket/texts"))
 
 
-@pytest.mark.slow
-def test_a_file_of_a_web_server_is_a_corpus(tmp_path: Path) -> None:
-    (tmp_path / "web").mkdir()
-    (tmp_path / "web" / "a.jsonl").write_bytes(LINES)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "web"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        _, shards = prepare(tmp_path, f"http://127.0.0.1:{server.server_address[1]}/a.jsonl")
-        server.shutdown()
-    assert sum(map(shards.documents, SPLITS)) == len(TEXTS)
-
-
 def test_a_server_that_gives_no_parts_of_files_is_named_with_the_cure(tmp_path: Path) -> None:
-    (tmp_path / "web").mkdir()
-    (tmp_path / "web" / "large.txt").write_bytes(b"a line of text\n" * 2**21)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "web"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/large.txt"
-        with pytest.raises(ValueError, match=rf"data\.path={url} cannot be read .*range requests.*download it"):
-            prepare(tmp_path, url)
-        server.shutdown()
+    with web_server(tmp_path / "web") as server:
+        url = f"{server}/large.txt"
+        (tmp_path / "web" / "large.txt").write_bytes(b"a line of text\n" * 2**21)
+        assert_refused(rf"data\.path={url} cannot be read .*range requests.*download it", tmp_path, url)

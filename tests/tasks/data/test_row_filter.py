@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from tasks.data.corpus import prepare_corpus
-from tasks.data.estimate import estimate_text
 from tasks.data.row_filter import RowFilter
 from tasks.data.sources import check_paths
+from tests.support.tiny_corpus import assert_refused, prepare
 from training.config.data import DataConfig
-from training.config.run import RunConfig
 from training.records.token_shards import TokenShards
 
 ROWS = [
@@ -26,24 +26,17 @@ ROWS = [
 ]
 
 
-def prepare(tmp_path: Path, source: Path, **data: Any) -> tuple[Path, TokenShards]:
-    config = {"path": str(source), "tokenizer": {"kind": "bytes"}, "split": "documents", "processes": 1} | data
-    return prepare_corpus(DataConfig.model_validate(config), tokens_home=tmp_path / "tokens")
-
-
-def write_rows(folder: Path, kind: str) -> Path:
+def write_rows(folder: Path, kind: str, rows: list[dict[str, Any]] = ROWS) -> Path:
     path = folder / f"rows.{kind}"
-    if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    elif kind == "json":
-        path.write_text(json.dumps(ROWS))
-    elif kind == "csv":
-        path.write_text("text,score\n" + "".join(f"{row['text']},{row['score']}\n" for row in ROWS))
-    else:
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    match kind:
+        case "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        case "json":
+            path.write_text(json.dumps(rows))
+        case "csv":
+            path.write_text("text,score\n" + "".join(f"{row['text']},{row['score']}\n" for row in rows))
+        case _:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 
@@ -64,32 +57,22 @@ def test_rows_are_chosen_by_an_expression_over_nested_columns(tmp_path: Path, ki
 def test_columns_of_csv_are_text(tmp_path: Path) -> None:
     source = write_rows(tmp_path, "csv")
     assert documents(prepare(tmp_path, source, where="score|float > 0.895")[1]) == 10
-    with pytest.raises(ValueError, match=r"rows\.csv:2: data\.where=score > 0\.5 has no value here: '>' not supported"):
-        prepare(tmp_path, source, where="score > 0.5")
+    assert_refused(
+        r"rows\.csv:2: data\.where=score > 0\.5 has no value here: '>' not supported",
+        tmp_path,
+        source,
+        where="score > 0.5",
+    )
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_column_that_is_not_there_is_an_error_and_no_empty_corpus(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(ValueError, match=r"quality"):
-        prepare(tmp_path, write_rows(tmp_path, kind), where="quality > 0.5")
+    assert_refused(r"quality", tmp_path, write_rows(tmp_path, kind), where="quality > 0.5")
 
 
 def test_plain_text_has_no_columns(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 50)
-    with pytest.raises(ValueError, match=r"a\.txt is plain text, it has no columns"):
-        prepare(tmp_path, tmp_path / "a.txt", where="score > 1")
-
-
-def test_a_condition_that_no_row_meets_is_named(tmp_path: Path) -> None:
-    source = write_rows(tmp_path, "jsonl")
-    found = (
-        r"holds no text: all documents are empty or skipped, or data\.where=score > 2 is false; .* corpus or condition"
-    )
-    with pytest.raises(ValueError, match=found):
-        prepare(tmp_path, source, where="score > 2")
-    data = {"path": str(source), "where": "score > 2", "tokenizer": {"kind": "bytes"}}
-    with pytest.raises(ValueError, match=found):
-        estimate_text(RunConfig.model_validate({"data": data}))
+    assert_refused(r"a\.txt is plain text, it has no columns", tmp_path, tmp_path / "a.txt", where="score > 1")
 
 
 @pytest.mark.parametrize("where", ["score >", "a b", "{% if x %}", "score > 1 }}{{ 2"])
@@ -129,17 +112,10 @@ def test_a_column_whose_name_is_no_word_is_named_by_a_text(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_constant_that_is_a_column_too_is_refused(tmp_path: Path, kind: str) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     rows = [{"text": f"document {n}", "none": "bad" if n % 2 else "good"} for n in range(40)]
-    source = tmp_path / f"rows.{kind}"
-    if kind == "jsonl":
-        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
-    with pytest.raises(ValueError, match=r"none, which is a constant and a column here: write 'none'\|column"):
-        prepare(tmp_path, source, where="none != 'bad'")
+    source = write_rows(tmp_path, kind, rows)
+    refused = r"none, which is a constant and a column here: write 'none'\|column"
+    assert_refused(refused, tmp_path, source, where="none != 'bad'")
     assert documents(prepare(tmp_path, source, where="'none'|column != 'bad'")[1]) == 20
 
 

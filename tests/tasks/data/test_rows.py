@@ -12,8 +12,7 @@ import pytest
 from tasks.data import chunks, corpus
 from tasks.data.readers.documents import BLOCK_CHARACTERS
 from tests.support.text_cases import FOREIGN, STORIES, json_lines, talk, write_articles, write_table
-from tests.support.tiny_corpus import all_documents, prepare
-from training.shards.format import SPLITS
+from tests.support.tiny_corpus import all_documents, assert_read, prepare
 
 HUGE = "9" * 5000
 
@@ -36,8 +35,7 @@ def refusal(tmp_path: Path, source: Path, **options: Any) -> str:
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 def test_a_tsv_has_no_quoting(tmp_path: Path, closed: bool, on_error: str) -> None:
     rows = talk(closed=closed)
-    folder, shards = prepare(tmp_path, write_table(tmp_path / "a.tsv", rows, delimiter="\t"), on_error=on_error)
-    assert sorted(all_documents(folder)) == sorted(rows)
+    shards = assert_read(rows, tmp_path, write_table(tmp_path / "a.tsv", rows, delimiter="\t"), on_error=on_error)
     assert shards.skipped == 0
 
 
@@ -52,12 +50,6 @@ def test_a_start_looks_for_quotes_and_cuts_chunks_once(tmp_path: Path, monkeypat
         monkeypatch.setattr(corpus, function.__name__, counted)
     prepare(tmp_path, write_table(tmp_path / "a.tsv", talk(closed=True), delimiter="\t"))
     assert sorted(calls) == ["_quotes_in", "cut_chunks"]
-
-
-def test_a_tsv_has_quoting_if_it_is_asked_for(tmp_path: Path) -> None:
-    source = write_table(tmp_path / "a.tsv", talk(closed=True), delimiter="\t")
-    folder, _ = prepare(tmp_path, source, table={"quoting": "csv"})
-    assert len(all_documents(folder)) == 38
 
 
 def test_only_a_tsv_with_quotes_has_another_address_than_with_quoting(tmp_path: Path) -> None:
@@ -81,28 +73,17 @@ def test_all_rows_that_an_open_quote_swallows_are_counted(
     source = write_table(tmp_path / "a.csv", rows, delimiter=",")
     message = refusal(tmp_path, source)
     assert re.search(r"a\.csv:5: broken row \(.*\), with which \d\d lines are lost", message)
-    folder, shards = prepare(tmp_path, source, on_error="skip", split="tail")
+    _, shards = prepare(tmp_path, source, on_error="skip", split="tail")
     assert shards.skipped + shards.documents("train") + shards.documents("validation") >= 40
     assert shards.skipped >= lost
     assert "data.table.quoting=none" in message
-    folder, shards = prepare(tmp_path, source, table={"quoting": "none"})  # the cure
-    assert sorted(all_documents(folder)) == sorted(rows)
+    assert_read(rows, tmp_path, source, table={"quoting": "none"})
     assert kept < 40
 
 
 def test_the_cure_for_open_quotes_is_offered_only_where_it_works(tmp_path: Path) -> None:
     source = write_table(tmp_path / "a.csv", talk(closed=False), delimiter=",")  # with a comma inside a quotation
     assert "data.table.quoting" not in refusal(tmp_path, source)
-
-
-@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", ",")])
-def test_another_delimiter_is_found_said_and_read(tmp_path: Path, name: str, delimiter: str) -> None:
-    rows = [f"row {i}" for i in range(40)]
-    source = write_table(tmp_path / name, rows, delimiter=delimiter)
-    assert f"set data.table.delimiter={delimiter!r}" in refusal(tmp_path, source)
-    written = repr(delimiter)[1:-1]  # as in the message: a shell hands on the two characters of \\t
-    folder, _ = prepare(tmp_path, source, table={"delimiter": written})
-    assert sorted(all_documents(folder)) == sorted(rows)
 
 
 def test_escapes_and_carriage_returns(tmp_path: Path) -> None:
@@ -171,8 +152,7 @@ def test_text_inside_objects_is_read_by_its_path(tmp_path: Path) -> None:
     for column in ("text", "content"):
         cure = refusal(tmp_path, source, column=column).partition("set data.column to one of them that holds text, ")[2]
         assert cure.startswith("'content.text';")
-    folder, _ = prepare(tmp_path, source, column="content.text")
-    assert sorted(all_documents(folder)) == sorted(STORIES)
+    assert_read(STORIES, tmp_path, source, column="content.text")
     array = write(tmp_path / "a.json", json.dumps(rows))
     assert sorted(all_documents(prepare(tmp_path, array, column="content.text")[0])) == sorted(STORIES)
     flat = write(tmp_path / "b.jsonl", "".join(json.dumps({"content.text": text}) + "\n" for text in STORIES))
@@ -180,8 +160,7 @@ def test_text_inside_objects_is_read_by_its_path(tmp_path: Path) -> None:
 
 
 def test_one_object_per_file_is_one_document(tmp_path: Path) -> None:
-    folder, _ = prepare(tmp_path, write_articles(tmp_path / "articles"))
-    assert sorted(all_documents(folder)) == sorted(STORIES)
+    assert_read(STORIES, tmp_path, write_articles(tmp_path / "articles"))
     several = write(tmp_path / "a.json", "\n".join(json.dumps({"text": text}, indent=1) for text in STORIES))
     assert sorted(all_documents(prepare(tmp_path, several)[0])) == sorted(STORIES)
 
@@ -200,16 +179,6 @@ def test_json_lines_named_json_stay_json_lines(tmp_path: Path) -> None:
     folder, shards = prepare(tmp_path, source, on_error="skip")
     assert shards.skipped == 1
     assert sorted(all_documents(folder)) == sorted(STORIES)
-
-
-@pytest.mark.parametrize("indent", [None, 2])
-def test_rows_inside_one_object_are_read_by_its_field(tmp_path: Path, indent: int | None) -> None:
-    wrapped = {"version": 1, "data": [{"text": text} for text in STORIES]}
-    source = write(tmp_path / "a.json", json.dumps(wrapped, indent=indent))
-    assert "set data.json_field=data" in refusal(tmp_path, source)
-    folder, _ = prepare(tmp_path, source, json_field="data")
-    assert sorted(all_documents(folder)) == sorted(STORIES)
-    assert "set data.json_field to one of its lists, 'data'" in refusal(tmp_path, source, json_field="rows")
 
 
 def test_an_integer_of_5000_digits_does_not_hide_its_row(tmp_path: Path) -> None:
@@ -254,28 +223,17 @@ def test_tables_of_pandas_offer_no_column_that_would_read_one_row_of_all(tmp_pat
     assert "data.column" not in problem
 
 
-def test_a_spreadsheets_first_line_is_named(tmp_path: Path) -> None:
-    assert "tail -n +2 FILE > COPY" in refusal(tmp_path, write(tmp_path / "a.csv", "sep=;\nid;text\n1;a\n"))
-
-
 def test_a_column_is_offered_only_if_it_holds_text(tmp_path: Path) -> None:
     rows = '{"id": 1, "body": "words", "tags": ["a"], "meta": {"lang": "en"}}\n' * 30
     message = refusal(tmp_path, write(tmp_path / "a.jsonl", rows))
     assert "set data.column to one of them that holds text, 'body', 'meta.lang';" in message
     assert "set data.column" not in refusal(tmp_path, write(tmp_path / "b.jsonl", '{"id": 1}\n' * 30))
-    folder, _ = prepare(tmp_path, tmp_path / "a.jsonl", column="body")
-    assert set(all_documents(folder)) == {"words"}
 
 
 def test_another_encoding_is_offered_only_where_it_can_help(tmp_path: Path) -> None:
     damaged = tmp_path / "a.jsonl"
     damaged.write_bytes('{"text": "Zoë, naïve \xff café"}\n'.encode().replace(b"\xc3\xbf", b"\xff"))
     assert "data.encoding" not in refusal(tmp_path, damaged)
-    latin = tmp_path / "b.jsonl"
-    latin.write_bytes('{"text": "Zoë, naïve café"}\n'.encode("latin-1") * 30)
-    assert "data.encoding" in refusal(tmp_path, latin)
-    folder, _ = prepare(tmp_path, latin, encoding="latin-1")
-    assert set(all_documents(folder)) == {"Zoë, naïve café"}
     pq.write_table(pa.table({"text": [b"\xff\xfe"] * 30}), tmp_path / "a.parquet")
     assert "data.encoding" not in refusal(tmp_path, tmp_path / "a.parquet")
 
@@ -296,48 +254,20 @@ def test_another_encoding_is_offered_only_where_it_can_help(tmp_path: Path) -> N
 )
 def test_every_way_to_keep_text_in_parquet_is_read(tmp_path: Path, column: pa.Array) -> None:
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    folder, _ = prepare(tmp_path, tmp_path / "a.parquet")
-    assert sorted(all_documents(folder)) == sorted(STORIES)
+    assert_read(STORIES, tmp_path, tmp_path / "a.parquet")
 
 
 def test_text_inside_structs_is_read_by_its_path(tmp_path: Path) -> None:
     rows = [{"a": {"b": text, "n": i}, "score": i} for i, text in enumerate(STORIES)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
     assert "set data.column to one of them that holds text, 'a.b'" in refusal(tmp_path, tmp_path / "a.parquet")
-    folder, shards = prepare(tmp_path, tmp_path / "a.parquet", column="a.b", where="score > 9 and a.n < 30")
-    assert sorted(all_documents(folder)) == sorted(STORIES[10:30])
+    shards = assert_read(STORIES[10:30], tmp_path, tmp_path / "a.parquet", column="a.b", where="score > 9 and a.n < 30")
     assert shards.filtered == 20
 
 
-def test_a_header_in_quotes_between_semicolons_is_understood(tmp_path: Path) -> None:
-    rows = "".join(f'"a; {number}";"{number}"\n' for number in range(30))
-    source = write(tmp_path / "a.csv", '"text";"id"\n' + rows)
-    assert "set data.table.delimiter=';'" in refusal(tmp_path, source)
-    _, shards = prepare(tmp_path, source, table={"delimiter": ";"})
-    assert sum(map(shards.documents, SPLITS)) == 30
-
-
-def test_quoted_fields_of_a_tsv_are_hinted_at(tmp_path: Path) -> None:
-    whole = [f'{number}\t"he said ""no"" {number}"\n' for number in range(30)]
-    source = write(tmp_path / "a.tsv", "id\ttext\n" + "".join(whole))
-    _, shards = prepare(tmp_path, source)
-    (line,) = shards.ledger_warnings()
-    assert "a.tsv" in line
-    assert "data.table.quoting=csv" in line
-    folder, asked = prepare(tmp_path, source, table={"quoting": "csv"})
-    assert not asked.ledger_warnings()
-    assert 'he said "no" 3' in all_documents(folder)
-    assert not prepare(tmp_path, source, table={"quoting": "none"})[1].ledger_warnings(), "asked for"
-    over_lines = write(tmp_path / "b.tsv", 'id\ttext\n0\t"one\ntwo"\n' + "".join(whole))
+def test_quoted_fields_of_a_tsv_are_hinted_at_unless_they_are_asked_for(tmp_path: Path) -> None:
+    rows = "".join(f'{number}\t"he said ""no"" {number}"\n' for number in range(30))
+    source = write(tmp_path / "a.tsv", f"id\ttext\n{rows}")
+    assert not prepare(tmp_path, source, table={"quoting": "none"})[1].ledger_warnings()
+    over_lines = write(tmp_path / "b.tsv", f'id\ttext\n0\t"one\ntwo"\n{rows}')
     assert "data.table.quoting=csv" in refusal(tmp_path, over_lines)
-
-
-def test_a_stray_table_of_a_folder_can_be_left_out(tmp_path: Path) -> None:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    write(folder / "a.jsonl", "".join('{"text": "words"}\n' for _ in range(30)))
-    write(folder / "labels.csv", "name,label\nx,1\n")
-    message = refusal(tmp_path, folder)
-    glob = message.partition("data.exclude=[")[2].partition("]")[0].strip('"')
-    _, shards = prepare(tmp_path, folder, exclude=[glob])
-    assert sum(map(shards.documents, SPLITS)) == 30

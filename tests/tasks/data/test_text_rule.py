@@ -14,9 +14,8 @@ from tokenizers import Tokenizer
 
 from tasks.data.chunks import Chunk
 from tasks.data.corpus import prepare_corpus
-from tasks.data.estimate import estimate_text
 from tasks.data.survey import FindWork, find_tokens
-from tests.support.tiny_corpus import write_json_lines
+from tests.support.tiny_corpus import estimated, write_json_lines
 from tests.support.tokenizer_cases import TURNS, chatml, llama
 from training.config.data import DataConfig
 from training.config.run import RunConfig
@@ -61,8 +60,7 @@ def test_special_tokens_in_a_corpus_are_special_by_the_rule(
     assert expected in caplog.text
     assert expected in "\n".join(shards.ledger_warnings())
     settings = {"kind": "pretrained", "path": str(tokenizer), "special_tokens_in_text": rule}
-    before = estimate_text(RunConfig.model_validate({"data": {"path": str(source), "tokenizer": settings}}))
-    assert before is not None
+    before = estimated({"path": str(source), "tokenizer": settings})
     assert expected in "\n".join(before.lines()), "as a plan says it beforehand"
 
 

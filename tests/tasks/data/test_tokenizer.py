@@ -10,6 +10,7 @@ from tests.support.tiny_corpus import (
     EMOJI,
     POEM,
     all_documents,
+    assert_refused,
     contents,
     decoded,
     prepare,
@@ -61,16 +62,33 @@ def test_a_saved_tokenizer_can_be_used_on_another_corpus(tmp_path: Path) -> None
     folder, loaded = prepare(tmp_path, other, kind="pretrained", tokenizer=path)
     assert (loaded.vocab_size, loaded.end_id) == (300, shards.end_id)
     assert sorted(all_documents(folder)) == sorted(f"{text}!" for text in DOCUMENTS)
-    with pytest.raises(ValueError, match=r"has 300 tokens, .* expects 4096: set data.tokenizer.vocab_size to 300"):
-        prepare(tmp_path, other, kind="pretrained", tokenizer=path | {"vocab_size": 4096})
-    with pytest.raises(ValueError, match="has no mask_token, which a masked model needs"):
-        prepare(tmp_path, other, kind="pretrained", tokenizer=path, objective="masked")
+    assert_refused(
+        r"has 300 tokens, .* expects 4096: set data.tokenizer.vocab_size to 300",
+        tmp_path,
+        other,
+        kind="pretrained",
+        tokenizer=path | {"vocab_size": 4096},
+    )
+    assert_refused(
+        "has no mask_token, which a masked model needs",
+        tmp_path,
+        other,
+        kind="pretrained",
+        tokenizer=path,
+        objective="masked",
+    )
     config = trained / "tokenizer" / "tokenizer_config.json"
     config.write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(ValueError, match=r"has neither an end token \(eos_token\) nor a sep_token"):
-        prepare(tmp_path, other, kind="pretrained", tokenizer=path)
-    with pytest.raises(ValueError, match=r"no tokenizer can be loaded from there"):
-        prepare(tmp_path, other, kind="pretrained", tokenizer={"path": str(tmp_path / "nowhere")})
+    assert_refused(
+        r"has neither an end token \(eos_token\) nor a sep_token", tmp_path, other, kind="pretrained", tokenizer=path
+    )
+    assert_refused(
+        r"no tokenizer can be loaded from there",
+        tmp_path,
+        other,
+        kind="pretrained",
+        tokenizer={"path": str(tmp_path / "nowhere")},
+    )
 
 
 @pytest.mark.parametrize("tokenizer_class", ["GPT2Tokenizer", "LlamaTokenizer", "BertTokenizer", "CTRLTokenizer"])

@@ -16,7 +16,6 @@ from tasks.evaluation.champion import per_token_of
 from tasks.evaluation.checks import check_tasks
 from tasks.evaluation.evaluate import evaluate, find_subject
 from tasks.evaluation.report import metrics_of, table_of
-from tasks.promotion.register import register_model
 from tests.support.configs import inventory, tiny_config
 from tests.support.lm_eval_tasks import write_tasks
 from tests.support.mlflow_store import Store
@@ -126,7 +125,7 @@ def test_a_registered_versions_evaluation_is_an_mlflow_run_tied_to_its_model(
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
-    trained = register_model(store.finished_run("a", loss=5.5), tracking_uri=store.uri)
+    trained = store.registered("a", loss=5.5)
     printed = evaluated(capsys, f"{trained.name}/{trained.version}")
     client = MlflowClient(store.uri)
     run = client.get_run(printed["mlflow_run_id"])

@@ -18,7 +18,7 @@ from tasks.planning import plan as planning
 from tasks.runs.errors import RunFailed
 from tasks.tracking.mlflow_run import tracked
 from tasks.workspace.paths import tracking_uri
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, read_plan, reasons, tiny_config
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
 from training.planner.reasons.run import wants_trial
@@ -125,7 +125,7 @@ def test_a_host_lost_in_a_trial_leaves_the_plan_of_the_others(
         plan = batch_size_trial.confirmed(plan, run=run, inventory=machines)
         record = read_trials(run.folder) or pytest.fail("no record")
     assert plan.hosts == (left.hosts[0].name,)
-    assert RunPlan.read(run.folder / "plan.json") == plan
+    assert read_plan(run.folder) == plan
     assert record.confirm(plan)
     sizes = [trial.micro_batches for trial in record.trials]
     assert [len(size) for size in sizes] == [1] * len(launches)
@@ -162,7 +162,7 @@ def test_where_no_micro_batch_fits_the_next_layout_that_needs_less_is_tried(
     assert len(set(needed)) == len(needed) > 1
     assert tried[-1].strategy == plan.strategy
     assert (plan.config.parallel.strategy, plan.ranking[0].strategy) == ("auto", plan.strategy)
-    assert any(reason.startswith("layout: chosen by trial, because") for reason in plan.reasons)
+    assert reasons(plan, "layout: chosen by trial, because")
     with pytest.raises(RunFailed, match="no other layout of the plan's ranking needs less memory"):
         trial_of("pinned", parallel__strategy="ddp", train__activation_checkpointing="none", train__steps=9)
 
@@ -253,9 +253,9 @@ def test_a_micro_batch_too_large_for_one_rank_is_lowered_for_all_and_nobody_hang
     assert max(first.seconds, second.seconds) < 120, "not the timeout of a collective"
     assert second.measured.peak_gib[1] < 1.6
     assert (plan.micro_batches, plan.largest_micro_batches, plan.accumulation) == ((32, 32), (63, 63), 2)
-    assert any("trial: micro-batch 64 ran out of memory" in reason for reason in plan.reasons)
-    assert any("trial: micro-batch 32 fits" in reason for reason in plan.reasons)
-    assert RunPlan.read(run.folder / "plan.json") == plan == again, "what ranks go by; not tried again"
+    assert reasons(plan, "trial: micro-batch 64 ran out of memory")
+    assert reasons(plan, "trial: micro-batch 32 fits")
+    assert read_plan(run.folder) == plan == again, "what ranks go by; not tried again"
     logged = MlflowClient(tracking_uri()).get_run(run.mlflow_run_id).data.metrics
     assert logged["trial/launches"] == 2
     assert logged["trial/peak_memory_gib"] == pytest.approx(max(second.measured.peak_gib))

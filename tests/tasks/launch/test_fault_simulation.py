@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +23,6 @@ from tasks.launch.standby import Standbys
 from tasks.tracking import final_status, mlflow_run
 from tests.support import fault_simulation
 from tests.support.fault_simulation import FAULTS, Outcome, replay, simulate, simulate_many
-from tests.support.repository import REPO
 from training.records.checkpoint import newest_intact
 from training.tracking import mlflow_sender
 from training.tracking.mlflow_sender import Sent
@@ -54,22 +51,6 @@ def test_faults_in_any_combination_end_in_a_run_that_is_as_it_should_be() -> Non
 def test_faults_by_the_hundred(seeds: range) -> None:
     """Each of the mistakes below is seen among the first 150 seeds."""
     assert found_in([*simulate_many(seeds)]) == ""
-
-
-def test_a_seed_is_the_same_each_time() -> None:
-    eventful = [simulate(seed, trace=True) for seed in (2, 2)]
-    stories = ["\n".join(outcome.story).partition("/dev/shm")[0] for outcome in eventful]
-    assert stories[0] == stories[1]
-    assert len(eventful[0].story) > 10
-
-
-@pytest.mark.slow
-def test_one_command_shows_what_happens_in_a_seed() -> None:
-    command = replay(2).split()
-    done = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, cwd=REPO)
-    assert done.returncode == 0, done.stderr
-    assert "start 1 of the run" in done.stdout
-    assert "fault: " in done.stdout
 
 
 def _not_fenced(self: _Candidates) -> None:

@@ -14,10 +14,10 @@ from tasks.launch import programs
 from tasks.launch.local import imports_ahead, kept_node, wait_for_imports
 from tasks.launch.recovery import attempts_of
 from tests.support.backends import Local, nodes_of, ranks_of
+from tests.support.configs import read_plan
 from tests.support.launched_runs import causes, curve
 from tests.support.ranks import losses, run_ranks
 from tests.support.waiting import until
-from training.records.plan import RunPlan
 from training.records.results import EvalReport
 
 pytestmark = pytest.mark.slow
@@ -35,21 +35,21 @@ def expected(run_dir: Path) -> dict[int, float]:
     """The losses of plain ranks, each of which has made its own imports."""
     alone = run_dir.with_name("alone")
     alone.mkdir()
-    RunPlan.read(run_dir / "plan.json").write(alone / "plan.json")
+    read_plan(run_dir).write(alone / "plan.json")
     run_ranks(alone / "plan.json")
     return losses(alone / "plan.json")
 
 
 def train(run_dir: Path) -> None:
-    programs.train(RunPlan.read(run_dir / "plan.json"), run_dir=run_dir, on_row=lambda row: None)
+    programs.train(read_plan(run_dir), run_dir=run_dir, on_row=lambda row: None)
 
 
 def evaluate(run_dir: Path) -> None:
-    programs.evaluate(RunPlan.read(run_dir / "plan.json"), run_dir=run_dir)
+    programs.evaluate(read_plan(run_dir), run_dir=run_dir)
 
 
 def export(run_dir: Path) -> None:
-    programs.export(RunPlan.read(run_dir / "plan.json"), run_dir=run_dir)
+    programs.export(read_plan(run_dir), run_dir=run_dir)
 
 
 def fork_server(run_dir: Path) -> psutil.Process:
@@ -98,7 +98,7 @@ def test_later_programs_are_forked_from_the_first_ones_imports(run_dir: Path, ex
 
 @contextmanager
 def imported_ahead(run_dir: Path) -> Iterator[None]:
-    plan = RunPlan.read(run_dir / "plan.json")
+    plan = read_plan(run_dir)
     task = imports_ahead(
         "training.train",
         plan.config.launch,

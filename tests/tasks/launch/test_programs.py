@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ from tasks.launch.programs import NewRows
 from tasks.runs.owner import RanksLauncher
 from tasks.workspace.processes import process_key
 from tests.support.configs import tiny_config
+from tests.support.tiny_shards import MakeRun
 from training.config.run import ProfileConfig
 from training.node.fork_server import RankOrder
 from training.node.ranks import rank_order
@@ -25,7 +25,7 @@ from training.records.plan import RunPlan
 
 
 @pytest.fixture
-def plan_path(make_run: Callable[..., Path]) -> Path:
+def plan_path(make_run: MakeRun) -> Path:
     return make_run("nsys", ranks=2, profile__nsys=True)
 
 
@@ -63,7 +63,7 @@ def test_nsys_on_gpus_records_the_steps_that_are_asked_for(plan_path: Path) -> N
     assert not any("capture" in word for word in everything)
 
 
-def test_ranks_on_gpus_get_memory_segments_that_grow(make_run: Callable[..., Path]) -> None:
+def test_ranks_on_gpus_get_memory_segments_that_grow(make_run: MakeRun) -> None:
     plan = RunPlan.read(make_run("segments"))
     assert plan.environment() == {}
     assert plan.model_copy(update={"device_kind": "cuda"}).environment() == {

@@ -27,6 +27,7 @@ from tasks.workspace.locks import owned
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.processes import process_key
 from tests.support.configs import tiny_config
+from tests.support.tiny_shards import MakeRun
 
 CURES = ("restore it from a copy, or move it away", "update Shardline here")
 # In the home of the fixture. `a`: its end is not reported yet. What reads the fields of any version is not in `TYPED`.
@@ -36,7 +37,7 @@ FLOW_RUN = "0f5b8b0e-0000-4000-8000-000000000000"
 
 
 @pytest.fixture
-def home(embedded_home: Path, make_run: Callable[..., Path]) -> Iterator[Path]:
+def home(embedded_home: Path, make_run: MakeRun) -> Iterator[Path]:
     """Run a, which failed while MLflow was away, and run b, on which this process works; a server, and `up`."""
     ours = process_key(os.getpid())
     dead = ours.replace(f"/{os.getpid()}/", "/4194304/")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from tasks.runs.errors import RunStopped
 from tasks.runs.owner import RanksLauncher
 from tasks.workspace.processes import process_key
 from tests.support.configs import tiny_config
+from tests.support.waiting import holding
 
 HOLDS = """
 import sys
@@ -39,13 +39,8 @@ def shardline_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[str]]:
     """A process of another run, which has the first two."""
-    command = [sys.executable, "-c", HOLDS, "other-1", "gpu-1", "gpu-0"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
+    with holding(HOLDS, "other-1", "gpu-1", "gpu-0") as process:
+        yield process
 
 
 def take(*names: str, run_id: str = "mine-1") -> str:

@@ -17,8 +17,8 @@ from tasks.operations.prune import DAY_S, Pruning, prune
 from tasks.promotion.register import register_model
 from tasks.registry.models import lineage, resolve
 from tasks.workspace.locks import owned
+from tests.support.configs import read_plan
 from tests.support.mlflow_store import Store
-from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
 
 OLD = 40 * DAY_S
@@ -79,7 +79,7 @@ def test_old_runs_go_and_what_a_version_needs_stays(store: Store, home: Path, ma
     before = champion / "checkpoints" / "00000000"
     before.mkdir()
     age(home)
-    old_run = RunPlan.read(old / "plan.json").mlflow_run_id
+    old_run = read_plan(old).mlflow_run_id
     everything = sorted(home.rglob("*"))
 
     first = prune(older_than_days=30, keep_newest=0, dry_run=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,12 +15,13 @@ from tasks.operations.ps import TAIL_BYTES
 from tasks.operations.run_metrics import newest_values, read_figures
 from tasks.runs.history import note_end, note_start
 from tasks.tracking.final_status import ENDING, RunStatus
+from tests.support.tiny_shards import MakeRun
 
 KEEP_S = 3600
 
 
 @pytest.fixture
-def run_dir(make_run: Callable[..., Path]) -> Path:
+def run_dir(make_run: MakeRun) -> Path:
     """A run that was planned and begun."""
     folder = make_run(uuid4().hex[:8]).parent
     note_start(folder, commit="")

@@ -9,7 +9,7 @@ import pytest
 
 from tasks.planning.plan import replan, without_compile, write_plan
 from tasks.tracking.mlflow_run import TrackedRun
-from tests.support.configs import inventory, tiny_config, unlike_hosts
+from tests.support.configs import inventory, read_plan, reasons, tiny_config, unlike_hosts
 from training.config.train import learning_rate
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
@@ -89,7 +89,7 @@ def test_what_of_the_corpus_is_not_in_the_tokens_is_said(
         ("left out 3 files (.docx, 0.0 MB, while ", "WARNING"),  # more than is read, since nothing is listed as read
         ("0.20% of the characters (2 of 1,000) are lost", "WARNING"),
     ):
-        (line,) = (reason for reason in plan.reasons if words in reason)
+        (line,) = reasons(plan, words)
         assert levels[line] == level
 
 
@@ -105,7 +105,7 @@ def test_fewer_hosts_make_the_same_batches(tmp_path: Path, tiny_shards: Path) ->
     assert now.batch_tokens == before.batch_tokens
     assert now.config == before.config
     assert now.reasons[-1] == "host1 is away"
-    assert RunPlan.read(tmp_path / "plan.json") == now
+    assert read_plan(tmp_path) == now
     assert replan(tmp_path, inventory=inventory(2, 1), why="host1 came back") == before
 
 
@@ -136,7 +136,7 @@ def test_what_no_longer_fits_as_it_was_is_chosen_anew_and_said(tmp_path: Path, t
     kept.model_copy(update={"mesh": {"pp": 1, "dp": 1, "tp": 4}}).write(tmp_path / "plan.json")
     now = replan(tmp_path, inventory=first_host(), why="host1 is away")
     assert now.world_size == 2
-    assert any("the earlier one is not possible here" in reason for reason in now.reasons)
+    assert reasons(now, "the earlier one is not possible here")
 
 
 def test_other_hosts_get_other_shares_and_those_that_come_back_their_own(tmp_path: Path, tiny_shards: Path) -> None:
@@ -183,7 +183,7 @@ def test_layers_that_a_trial_could_not_compile_stay_eager_on_other_hosts(tmp_pat
     eager = without_compile(compiled, inventory=hosts, why=why)
     assert (eager.compiled, eager.strategy, eager.mesh) == (False, compiled.strategy, compiled.mesh)
     assert (eager.config, eager.reasons[-1]) == (compiled.config, why)
-    assert not any(reason.startswith("compile on") for reason in eager.reasons)
+    assert not reasons(eager, "compile on")
     eager.write(tmp_path / "plan.json")
     assert not replan(tmp_path, inventory=with_compilers(2), why="host1 is away").compiled
 

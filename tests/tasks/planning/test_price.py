@@ -11,11 +11,10 @@ from pydantic import ValidationError
 from tasks.planning.describe import describe_plan
 from tasks.planning.plan import plan_run
 from tasks.planning.price import RunCost, price_of, price_per_hour
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, read_plan, tiny_config
 from training.config.prices import PricesConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.records.inventory import Device, Inventory
-from training.records.plan import RunPlan
 
 
 def device(name: str, kind: str = "cuda") -> Device:
@@ -83,7 +82,7 @@ def test_a_plan_of_a_version_without_prices_is_read(tmp_path: Path) -> None:
     content = plan_run(tiny_config(), inventory=inventory(1)).model_dump(mode="json")
     del content["price_per_hour"], content["config"]["prices"]
     (tmp_path / "plan.json").write_text(json.dumps(content))
-    plan = RunPlan.read(tmp_path / "plan.json")
+    plan = read_plan(tmp_path)
     assert (plan.price_per_hour, plan.config.prices) == (None, PricesConfig())
 
 

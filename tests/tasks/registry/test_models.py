@@ -19,10 +19,10 @@ from tasks.promotion.register import register_model
 from tasks.registry.models import _cached_folder, example_prompt, lineage, local_folder, resolve
 from tasks.tracking.client import CLIENT_ENVIRONMENT, registry_client
 from tasks.workspace.paths import keep_password_apart, tracking_uri
+from tests.support.configs import read_plan
 from tests.support.mlflow_store import Store
 from training.config.credentials import without_url_credentials
 from training.records.model_state import check_export
-from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.results import ExportedModel
 
@@ -49,7 +49,7 @@ def test_references_that_name_nothing_are_refused(store: Store, ref: str) -> Non
 
 def test_lineage_walks_back_to_everything_without_the_runs_folder(store: Store) -> None:
     run_dir = store.finished_run("one", loss=3.0, commit="c0ffee")
-    plan = RunPlan.read(run_dir / "plan.json")
+    plan = read_plan(run_dir)
     register_model(run_dir, tracking_uri=store.uri)
     run_dir.rename(store.folder / "away")
     back = lineage("tiny@champion", tracking_uri=store.uri)
@@ -67,7 +67,7 @@ def test_lineage_walks_back_to_everything_without_the_runs_folder(store: Store) 
 
 
 def test_a_file_that_is_not_the_one_that_was_registered_is_refused(store: Store) -> None:
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    store.registered("one", loss=3.0)
     weights = resolve("tiny", tracking_uri=store.uri).export_dir / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -82,7 +82,7 @@ def test_an_export_with_other_tensors_than_its_model_is_neither_registered_nor_s
     lose(run_dir / "export", name)
     with pytest.raises(ValueError, match=rf"export does not have the model's tensors: it lacks {name}: restore"):
         register_model(run_dir, tracking_uri=store.uri)
-    register_model(store.finished_run("two", loss=3.0), tracking_uri=store.uri)
+    store.registered("two", loss=3.0)
     lose(resolve("tiny", tracking_uri=store.uri).export_dir, name)
     with pytest.raises(ValueError, match=rf"it lacks {name}: restore"):
         resolve("tiny", tracking_uri=store.uri)

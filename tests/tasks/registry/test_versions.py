@@ -23,10 +23,10 @@ from tasks.promotion.judge import note_verdict, terms_of
 from tasks.promotion.register import register_model
 from tasks.registry.logged_model import link_or_copy
 from tasks.registry.models import aliases_of, lineage, resolve
+from tests.support.configs import read_plan
 from tests.support.mlflow_store import Store
 from training.config.promotion import GatesConfig, RegistryConfig
 from training.config.run import RunConfig
-from training.records.plan import RunPlan
 from training.records.results import EvalReport, ExportedModel, SourceFigures, TaskScore
 
 GREEDY = {"new_tokens": 12, "temperature": 0.0}
@@ -41,19 +41,19 @@ def versions(store: Store) -> list[int]:
 
 
 def test_the_first_version_becomes_champion(store: Store) -> None:
-    model = register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    model = store.registered("one", loss=3.0)
     assert (model.name, model.version, model.alias) == ("tiny", 1, "champion")
     assert "there is no champion yet" in model.verdict
     assert aliases(store) == {"champion": 1}
 
 
 def test_a_better_run_takes_the_champions_place_and_a_worse_one_stays_challenger(store: Store) -> None:
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
-    worse = register_model(store.finished_run("two", loss=3.5, checkpoint="d"), tracking_uri=store.uri)
+    store.registered("one", loss=3.0)
+    worse = store.registered("two", loss=3.5, checkpoint="d")
     assert (worse.version, worse.alias) == (2, "challenger")
     assert "0.5000 nats per token above" in worse.verdict
     assert aliases(store) == {"champion": 1, "challenger": 2}
-    better = register_model(store.finished_run("three", loss=2.5, checkpoint="e"), tracking_uri=store.uri)
+    better = store.registered("three", loss=2.5, checkpoint="e")
     assert (better.version, better.alias) == (3, "champion")
     assert aliases(store) == {"champion": 3}
     verdict = MlflowClient(store.uri).get_model_version("tiny", "3").tags["shardline.verdict"]
@@ -104,7 +104,7 @@ def test_a_registration_that_died_is_finished_by_the_next(store: Store) -> None:
 
 def test_two_registrations_at_once_are_judged_one_after_the_other(store: Store) -> None:
     """Whichever is first, the best is champion in the end, and each move names the version that it replaced."""
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    store.registered("one", loss=3.0)
     rivals = [store.finished_run(f"run-{loss}", loss=loss, checkpoint=each) for loss, each in ((2.5, "d"), (2.0, "e"))]
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda rival: register_model(rival, tracking_uri=store.uri), rivals))
@@ -116,8 +116,8 @@ def test_two_registrations_at_once_are_judged_one_after_the_other(store: Store) 
 
 
 def test_other_data_cannot_be_compared_until_forced(store: Store) -> None:
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
-    other = register_model(store.finished_run("two", loss=1.0, checkpoint="d", dataset="b"), tracking_uri=store.uri)
+    store.registered("one", loss=3.0)
+    other = store.registered("two", loss=1.0, checkpoint="d", dataset="b")
     assert other.alias == "challenger"
     assert "shardline promote tiny --version 2 --force" in other.verdict
     client = MlflowClient(store.uri)
@@ -144,7 +144,7 @@ def test_a_run_whose_parity_failed_is_not_promoted(store: Store) -> None:
 
 def test_mlflow_links_the_version_to_run_data_and_model(store: Store) -> None:
     run_dir = store.finished_run("one", loss=3.0)
-    mlflow_run_id = RunPlan.read(run_dir / "plan.json").mlflow_run_id
+    mlflow_run_id = read_plan(run_dir).mlflow_run_id
     register_model(run_dir, tracking_uri=store.uri)
     client = MlflowClient(store.uri)
     version, run = client.get_model_version("tiny", "1"), client.get_run(mlflow_run_id)
@@ -160,7 +160,7 @@ def test_mlflow_links_the_version_to_run_data_and_model(store: Store) -> None:
 
 
 def test_mlflows_pages_tell_what_a_version_scored_and_on_what_terms(store: Store) -> None:
-    config = RunPlan.read(store.exported / "plan.json").config
+    config = read_plan(store.exported).config
     registry = RegistryConfig(model_name="verse", licence="CC0-1.0", notes="Writes **verse**.")
     gates = GatesConfig(tasks={"rhymes": 0.5}, approval="tag")
     config = config.model_copy(update={"registry": registry, "gates": gates})
@@ -202,7 +202,7 @@ def test_mlflows_pages_tell_what_a_version_scored_and_on_what_terms(store: Store
 
 
 def test_gates_that_a_resume_changed_are_in_force_until_the_version_is_judged(store: Store) -> None:
-    plan = RunPlan.read(store.exported / "plan.json")
+    plan = read_plan(store.exported)
 
     def gated(**gates: Any) -> RunConfig:
         return plan.config.model_copy(update={"gates": GatesConfig(**gates)})
@@ -211,7 +211,7 @@ def test_gates_that_a_resume_changed_are_in_force_until_the_version_is_judged(st
     client, registered = MlflowClient(store.uri), register_model(run_dir, tracking_uri=store.uri)
     assert (registered.alias, registered.verdict) == ("challenger", "")
     for gates, alias in (({"approval": "tag"}, "challenger"), ({}, "champion")):
-        latest = RunPlan.read(run_dir / "plan.json").model_copy(update={"config": gated(**gates)})
+        latest = read_plan(run_dir).model_copy(update={"config": gated(**gates)})
         latest.write(run_dir / "plan.json")
         again = register_model(run_dir, tracking_uri=store.uri)
         assert (again.version, again.alias) == (registered.version, alias)
@@ -223,7 +223,7 @@ def test_mlflow_loads_it_and_says_the_same_text(store: Store, monkeypatch: pytes
     import mlflow
     import pandas as pd
 
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    store.registered("one", loss=3.0)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
     loaded = mlflow.pyfunc.load_model("models:/tiny@champion")
     generator = TextGenerator(resolve("tiny", tracking_uri=store.uri).export_dir)

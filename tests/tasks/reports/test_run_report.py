@@ -22,10 +22,9 @@ from tasks.reports.run_data import read_run_data
 from tasks.reports.run_report import write_report
 from tasks.runs.history import history, note_end, note_start
 from tasks.tracking.mlflow_run import TrackedRun
-from tests.support.configs import inventory
+from tests.support.configs import inventory, read_plan
 from tests.support.tiny_run import another_run
 from training.config.run import RunConfig
-from training.records.plan import RunPlan
 from training.records.results import EvalReport, ExportedModel, LatencyReport, Sample
 from training.records.train_result import TrainFailure, TrainResult
 
@@ -37,7 +36,7 @@ def run(exported_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A finished run of 8 steps."""
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
     folder = another_run(exported_run, tmp_path / "tiny-1", mlflow_run_id="m" * 32, loss=5.5)
-    plan = RunPlan.read(folder / "plan.json")
+    plan = read_plan(folder)
     run = TrackedRun(run_id="tiny-1", mlflow_run_id="m" * 32, experiment_id="1", begun_with=plan.config)
     run.write(folder / "run.json")
     write_rows(folder, steps=8)
@@ -68,7 +67,7 @@ def words(page: str) -> str:
 
 
 def test_the_summary_says_what_was_trained_how_good_how_fast_and_where_it_is_registered(run: TrackedRun) -> None:
-    plan = RunPlan.read(run.folder / "plan.json")
+    plan = read_plan(run.folder)
     note_end(run.folder, status="FINISHED", cause="done", why="")
     page = words(page_of(run, links={"MLflow": "http://127.0.0.1:5000/#/runs/1"}))
     top = page.partition("Evaluation")[0]
@@ -89,7 +88,7 @@ def test_the_summary_says_what_was_trained_how_good_how_fast_and_where_it_is_reg
 
 
 def test_the_cost_is_that_of_all_stages_and_per_token_that_of_training(run: TrackedRun) -> None:
-    RunPlan.read(run.folder / "plan.json").model_copy(update={"price_per_hour": 2.0}).write(run.folder / "plan.json")
+    read_plan(run.folder).model_copy(update={"price_per_hour": 2.0}).write(run.folder / "plan.json")
     tokens = TrainResult.read(run.folder / "result.json").tokens
     page = words(page_of(run))
     assert f"hours together, which cost 1.22 USD; training cost {1e9 / tokens:,.2f} USD per 1B tokens" in page
@@ -100,7 +99,7 @@ def test_the_cost_is_that_of_all_stages_and_per_token_that_of_training(run: Trac
 
 def test_each_attempt_costs_what_its_hosts_cost(run: TrackedRun) -> None:
     """Half an hour on 2 + 1 devices at 5 an hour in all, then as long on the 2 that are left, at 2."""
-    plan = RunPlan.read(run.folder / "plan.json")
+    plan = read_plan(run.folder)
     before = {"hosts": ("near", "far"), "ranks_per_host": (2, 1), "price_per_hour": 5.0}
     plan.model_copy(update=before).write(run.folder / "plan-1.json")
     now = plan.model_copy(update={"hosts": ("near",), "ranks_per_host": (2,), "price_per_hour": 2.0})
@@ -145,7 +144,7 @@ def test_the_page_is_one_file_and_escapes_every_value(run: TrackedRun) -> None:
     evaluation = EvalReport.read(run.folder / "eval.json")
     samples = (Sample(prompt=HOSTILE, text="half a character \ufffd"),)
     evaluation.model_copy(update={"samples": samples}).write(run.folder / "eval.json")
-    plan = RunPlan.read(run.folder / "plan.json")
+    plan = read_plan(run.folder)
     data = plan.config.data.model_copy(update={"path": HOSTILE})
     plan.model_copy(update={"config": plan.config.model_copy(update={"data": data})}).write(run.folder / "plan.json")
     page = page_of(run, stop_reason=HOSTILE, links={HOSTILE: f"https://x/'\"><script>{HOSTILE}"})

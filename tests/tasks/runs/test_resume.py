@@ -77,10 +77,9 @@ class Run:
 def run(tmp_path: Path, tiny_shards: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
 
-    def make(
-        *, done: int = 40, machines: Inventory | None = None, shards_dir: Path = tiny_shards, **overrides: Any
-    ) -> Run:
-        return Run(tmp_path, shards_dir, done=done, machines=machines or inventory(2), **overrides)
+    def make(*, done: int = 40, **overrides: Any) -> Run:
+        shards = write_mixture(tmp_path / "mixture") if "data__sources" in overrides else tiny_shards
+        return Run(tmp_path, shards, done=done, machines=inventory(2), **overrides)
 
     return make
 
@@ -89,7 +88,10 @@ def effects(found: dict[str, Change]) -> set[str]:
     return {change.effect for change in found.values()}
 
 
+LATER = {"from_step": 60, "weights": {"a": 1}}
+SHARES = {"data__path": "", "data__sources": MIXTURE["sources"], "train__schedule": "constant"}
 EXTENSIONS = [
+    ({"done": 0}, {"train__steps": 200, "train__learning_rate": 1.0}, "exact"),
     ({}, {"train__steps": 200}, "breaks"),
     ({}, {"train__steps": 200, "train__decay_steps": STEPS}, "exact"),
     ({}, {"train__decay_steps": STEPS}, "exact"),
@@ -107,40 +109,24 @@ EXTENSIONS = [
     ({"train__target_minutes": MINUTES}, {"train__target_minutes": 0.0}, "breaks"),
     ({"train__target_minutes": MINUTES}, {"train__target_minutes": 2 * MINUTES}, "breaks"),
     ({"train__target_minutes": MINUTES, "train__schedule": "constant"}, {"train__target_minutes": 0.0}, "exact"),
+    (SHARES, {"data__phases": [LATER]}, "exact"),
+    (SHARES, {"data__phases": [LATER | {"from_step": 39}]}, "breaks"),
+    (SHARES | {"data__phases": [LATER]}, {"data__phases": [LATER | {"from_step": 50}]}, "exact"),
+    (SHARES | {"data__phases": [LATER]}, {"data__phases": []}, "exact"),
+    (SHARES | {"data__phases": [{"from_share": 0.3, "weights": {"a": 1}}]}, {"train__steps": 200}, "breaks"),
+    (SHARES | {"data__phases": [{"from_share": 0.9, "weights": {"a": 1}}]}, {"train__steps": 200}, "exact"),
 ]
 
 
 @pytest.mark.parametrize(("begun", "overrides", "effect"), EXTENSIONS)
-def test_a_length_or_rate_is_exact_if_the_steps_that_are_done_would_have_been_the_same(
+def test_a_length_a_rate_or_a_share_is_exact_if_the_steps_that_are_done_would_have_been_the_same(
     begun: dict[str, Any], overrides: dict[str, Any], effect: str, run: Any
 ) -> None:
     assert effects(run(**begun).changes(**overrides)) == {effect}
 
 
-LATER = [{"from_step": 60, "weights": {"a": 1}}]
-MIXTURE_CHANGES = [
-    ({}, {"data__phases": LATER}, "exact"),
-    ({}, {"data__phases": [LATER[0] | {"from_step": 39}]}, "breaks"),
-    ({"data__phases": LATER}, {"data__phases": [LATER[0] | {"from_step": 50}]}, "exact"),
-    ({"data__phases": LATER}, {"data__phases": []}, "exact"),
-    ({"data__phases": [{"from_share": 0.3, "weights": {"a": 1}}]}, {"train__steps": 200}, "breaks"),
-    ({"data__phases": [{"from_share": 0.9, "weights": {"a": 1}}]}, {"train__steps": 200}, "exact"),
-]
-
-
-@pytest.mark.parametrize(("begun", "overrides", "effect"), MIXTURE_CHANGES)
-def test_shares_may_change_from_the_next_step_on(
-    begun: dict[str, Any], overrides: dict[str, Any], effect: str, run: Any, tmp_path: Path
-) -> None:
-    """40 steps are done."""
-    mixture = {"data__path": "", "data__sources": MIXTURE["sources"], "train__schedule": "constant"}
-    made = run(shards_dir=write_mixture(tmp_path / "mixture"), **(mixture | begun))
-    assert effects(made.changes(**overrides)) == {effect}
-
-
-def test_a_weight_may_not_change_but_a_path_may(run: Any, tmp_path: Path) -> None:
-    shards = write_mixture(tmp_path / "mixture")
-    made = run(shards_dir=shards, data__path="", data__sources=MIXTURE["sources"])
+def test_a_weight_may_not_change_but_a_path_may(run: Any) -> None:
+    made = run(data__path="", data__sources=MIXTURE["sources"])
     moved, heavier = ([dict(source) for source in MIXTURE["sources"]] for _ in range(2))
     moved[0] |= {"path": "elsewhere/a"}
     heavier[0] |= {"weight": 6}
@@ -157,10 +143,6 @@ def test_a_longer_cosine_names_the_rates_that_differ_most_and_the_cure(run: Any)
         "step 40 had learning rate 0.00207, would have had 0.00275; train.decay_steps=100 keeps the decay as it was"
     )
     assert note == expected
-
-
-def test_before_the_first_checkpoint_any_schedule_is_exact(run: Any) -> None:
-    assert effects(run(done=0).changes(train__steps=200, train__learning_rate=1.0)) == {"exact"}
 
 
 def test_a_run_cannot_be_made_shorter_than_it_is(run: Any) -> None:

@@ -17,11 +17,10 @@ import httpx
 import psutil
 import pytest
 
-from tasks.promotion.register import register_model
 from tasks.promotion.servers import read_counts
 from tests.support.forked import Forked
-from tests.support.mlflow_store import Store, new_store
-from tests.support.serving import server
+from tests.support.mlflow_store import Store
+from tests.support.serving import server, store_of_module
 
 pytestmark = pytest.mark.slow  # 100 s: a server each, each attack for two seconds
 
@@ -101,11 +100,8 @@ ATTACKS = {
 
 @pytest.fixture(scope="module")
 def registered(empty_store: Path, exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    folder = tmp_path_factory.mktemp("attacked")
-    store = new_store(empty_store, folder, exported=exported_run)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARDLINE_HOME", str(folder))
-        register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    with store_of_module(empty_store, exported_run, tmp_path_factory) as store:
+        store.registered("one", loss=3.0)
         yield store
 
 

@@ -11,12 +11,9 @@ from fastapi.testclient import TestClient
 
 from tasks.inference.onnx_batching import BatchedGenerator
 from tasks.inference.onnx_generator import GrammarFailed
-from tasks.promotion.register import register_model
 from tasks.serving.alias_follower import AliasFollower
-from tasks.serving.app import build_app
-from tasks.serving.bounds import Held, HeldBytes
 from tests.support.mlflow_store import Store
-from training.config.serving import InferenceConfig, ServingConfig
+from tests.support.serving import chatting_version, served_here
 
 pytest.importorskip("llguidance")
 
@@ -30,15 +27,9 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 @pytest.fixture
 def served(store: Store) -> Iterator[tuple[TestClient, AliasFollower]]:
-    run = store.finished_run("one", loss=3.0)
-    (run / "export" / "chat_template.jinja").write_text(TEMPLATE)
-    register_model(run, tracking_uri=store.uri)
-    onnx = InferenceConfig(engine="onnx", threads=1)
-    follower = AliasFollower("tiny@champion", tracking_uri=store.uri, cache_dir=None, inference=onnx, rows=4)
-    with TestClient(build_app(follower, limits=ServingConfig(poll_s=1000))) as client:
-        client.app_state["unread"] = Held(HeldBytes(2**26), give_up=follower.close)  # as a connection has it
-        yield client, follower
-    follower.close()
+    chatting_version(store, TEMPLATE)
+    with served_here(store, engine="onnx", threads=1) as served:
+        yield served
 
 
 def test_it_is_an_error_in_the_protocols_form(served: tuple[TestClient, AliasFollower]) -> None:

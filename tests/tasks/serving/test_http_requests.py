@@ -19,10 +19,9 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from tasks.promotion.register import register_model
 from tasks.promotion.servers import read_counts
-from tests.support.mlflow_store import Store, new_store
-from tests.support.serving import server
+from tests.support.mlflow_store import Store
+from tests.support.serving import chatting_version, server, store_of_module
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow  # 20 s: one server for all, and one with few files
@@ -42,14 +41,8 @@ LIMITS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def chatting(empty_store: Path, exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A registry whose champion has a chat template."""
-    folder = tmp_path_factory.mktemp("chatting")
-    store = new_store(empty_store, folder, exported=exported_run)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARDLINE_HOME", str(folder))
-        run = store.finished_run("one", loss=3.0)
-        (run / "export" / "chat_template.jinja").write_text(TEMPLATE)
-        register_model(run, tracking_uri=store.uri)
+    with store_of_module(empty_store, exported_run, tmp_path_factory) as store:
+        chatting_version(store, TEMPLATE)
         yield store
 
 

@@ -13,14 +13,13 @@ import httpx
 import pytest
 from mlflow import MlflowClient
 
-from tasks.promotion.register import register_model
 from tasks.promotion.rollout import record_replaced, set_champion
 from tasks.serving import alias_follower
 from tasks.serving.alias_follower import AliasFollower
 from tests.support.mlflow_store import Store
-from tests.support.serving import server_here
+from tests.support.serving import follower_of, server_here
 from tests.support.waiting import until
-from training.config.serving import InferenceConfig, ServingConfig
+from training.config.serving import ServingConfig
 
 pytestmark = pytest.mark.slow  # 10 s each: requests that wait for MLflow
 
@@ -92,12 +91,10 @@ def in_place_of_mlflow(behaviour: Callable[[socket.socket, threading.Event], Non
 def follower(champion: Store) -> AliasFollower:
     """It serves version 2, which replaced version 1."""
     client = MlflowClient(champion.uri)
-    two = register_model(champion.finished_run("two", loss=2.5, checkpoint="d"), tracking_uri=champion.uri).version
+    two = champion.registered("two", loss=2.5, checkpoint="d").version
     record_replaced(client, "tiny", two, replaces=1)
     set_champion(client, "tiny", two)
-    return AliasFollower(
-        "tiny@champion", tracking_uri=champion.uri, cache_dir=None, inference=InferenceConfig(), rows=4
-    )
+    return follower_of(champion)
 
 
 @pytest.mark.parametrize("behaviour", IN_PLACE)
@@ -137,11 +134,12 @@ def test_the_alias_is_followed_again_when_mlflow_is_back(
     client = follower.client
     with server_here(follower, ServingConfig(poll_s=0.05)) as url:
         with in_place_of_mlflow(drips) as away:
-            follower.client = MlflowClient(away)
+            follower.client = MlflowClient(away.replace("//", "//ada:s3cret@"))
             until(lambda: "MLflow has not answered for 0.5 s" in caplog.text, "it is said", within_s=30)
             follower.client = client
             set_champion(client, "tiny", 1)
             assert httpx.get(f"{url}/health", trust_env=False).json()["version"] == 2
         health = f"{url}/health"
         until(lambda: httpx.get(health, trust_env=False).json()["version"] == 1, "it follows", within_s=60)
+    assert "s3cret" not in caplog.text
     assert sum("cannot follow" in record.message for record in caplog.records) <= 2, "once for each kind of failure"

@@ -17,10 +17,9 @@ from openai.types import completion_create_params as for_completions
 from openai.types.chat import completion_create_params as for_chat
 
 from tasks.inference.onnx_generator import TextGenerator, decode
-from tasks.promotion.register import register_model
 from tasks.serving.openai_requests import LABELS, ChatRequest, CompletionRequest, SamplingBody
 from tests.support.mlflow_store import Store
-from tests.support.serving import server
+from tests.support.serving import chatting_version, server
 
 DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
 TEMPLATE = (
@@ -33,11 +32,9 @@ GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
 @pytest.fixture
 def chatting(store: Store) -> Iterator[tuple[str, TextGenerator]]:
     """The address of a server whose model has a chat template, and the model."""
-    run = store.finished_run("one", loss=3.0)
-    (run / "export" / "chat_template.jinja").write_text(TEMPLATE)
-    register_model(run, tracking_uri=store.uri)
+    export = chatting_version(store, TEMPLATE)
     with server(store, max_new_tokens=40) as (client, _):
-        yield str(client.base_url), TextGenerator(run / "export", threads=1)
+        yield str(client.base_url), TextGenerator(export, threads=1)
 
 
 @pytest.mark.slow

@@ -19,13 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tasks.hardware.machine import Gpu
 from tasks.operations.servers import list_servers, stop_server
-from tasks.promotion.register import register_model
 from tasks.promotion.rollout import roll_back
 from tasks.promotion.servers import servers_of_champion
 from tasks.serving import replicas
-from tasks.serving.alias_follower import AliasFollower
 from tasks.workspace.locks import exclusive
 from tests.support.mlflow_store import Store
+from tests.support.serving import follower_of
 from tests.support.waiting import until
 from training.config.serving import InferenceConfig
 
@@ -95,7 +94,7 @@ def test_a_champion_changes_under_load_and_a_dead_replica_comes_back(champion: S
         health = httpx.get(f"{url}/health", trust_env=False).json()
         assert (health["version"], health["versions"]) == (1, [1])
 
-        register_model(champion.finished_run("two", loss=3.5, checkpoint="d"), tracking_uri=champion.uri)
+        champion.registered("two", loss=3.5, checkpoint="d")
         with Clients(url, 3) as clients:
             until(lambda: len(clients.seen) > 20, "requests are answered")
             roll_back("tiny", to=2, why="a test", tracking_uri=champion.uri)  # waits until all replicas have switched
@@ -140,15 +139,8 @@ def test_a_champion_changes_under_load_and_a_dead_replica_comes_back(champion: S
 
 def test_one_replica_loads_after_another(champion: Store) -> None:
     load_lock = champion.folder / "load_lock"
-    follower = AliasFollower(
-        "tiny@champion",
-        tracking_uri=champion.uri,
-        cache_dir=None,
-        inference=InferenceConfig(),
-        rows=1,
-        load_lock=load_lock,
-    )
-    register_model(champion.finished_run("two", loss=3.5, checkpoint="d"), tracking_uri=champion.uri)
+    follower = follower_of(champion, rows=1, load_lock=load_lock)
+    champion.registered("two", loss=3.5, checkpoint="d")
     MlflowClient(champion.uri).set_registered_model_alias("tiny", "champion", "2")
     with exclusive(load_lock):  # as another replica holds it while it loads
         follower.refresh()

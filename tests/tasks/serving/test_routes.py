@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from tasks.promotion.webhook import build_receiver
-from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.app import build_app
 from tests.support.mlflow_store import Store
 from tests.support.routes import check_routes, of_fastapi
-from training.config.serving import InferenceConfig, ServingConfig
+from tests.support.serving import follower_of
+from training.config.serving import ServingConfig
 
 
 def lines(app: Any) -> list[str]:
@@ -17,8 +17,7 @@ def lines(app: Any) -> list[str]:
 
 
 def test_a_server_of_models_has_no_door_but_those_listed(champion: Store) -> None:
-    engine = {"cache_dir": None, "inference": InferenceConfig(), "rows": 1}
-    follower = AliasFollower("tiny@champion", tracking_uri=champion.uri, **engine)
+    follower = follower_of(champion)
     try:
         admitted: Any = build_app(follower, limits=ServingConfig())
         check_routes("serve", lines(admitted.app))

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from tasks.inference.onnx_generator import TextGenerator
-from tasks.promotion.register import register_model
-from tasks.promotion.rollout import roll_back
 from tasks.registry.models import resolve
 from tasks.serving.server import serve
 from tasks.serving.server_record import ServerRecord
@@ -125,30 +114,6 @@ def test_limits_and_tokens_are_kept_and_requests_counted(champion: Store) -> Non
 
 
 @pytest.mark.slow
-def test_it_follows_the_alias_without_a_failed_request(champion: Store) -> None:
-    deadline = time.monotonic() + 60
-    with server(champion) as (client, _), ThreadPoolExecutor(2) as pool:
-
-        def hammer(seed: int) -> list[tuple[int, int]]:
-            """(status, version) of each reply, until the new version has answered."""
-            seen: list[tuple[int, int]] = []
-            while (not seen or seen[-1][1] == 1) and time.monotonic() < deadline:
-                reply = client.post("/generate", json={"prompt": "x", "new_tokens": 8, "seed": seed})
-                seen.append((reply.status_code, reply.json().get("version", 0)))
-            return seen
-
-        clients = [pool.submit(hammer, seed) for seed in range(2)]
-        worse = register_model(champion.finished_run("two", loss=3.5, checkpoint="d"), tracking_uri=champion.uri)
-        assert worse.alias == "challenger"
-        roll_back("tiny", to=2, why="a test", tracking_uri=champion.uri)
-        for seen in (future.result() for future in clients):
-            assert {status for status, _ in seen} == {200}
-            assert seen[0] == (200, 1)
-            assert seen[-1] == (200, 2)
-        assert client.get("/health").json()["version"] == 2
-
-
-@pytest.mark.slow
 def test_a_version_goes_on_while_its_alias_is_gone(champion: Store) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -156,50 +121,6 @@ def test_a_version_goes_on_while_its_alias_is_gone(champion: Store) -> None:
         MlflowClient(champion.uri).delete_registered_model_alias("tiny", "champion")
         assert "version 1 stays served: cannot follow tiny@champion" in process.stdout.readline()
         assert client.post("/generate", json={"prompt": "x", "new_tokens": 2}).status_code == 200
-
-
-@contextmanager
-def mlflow_server(store: Store, port: int) -> Iterator[None]:
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store.uri]
-    command += ["--port", str(port), "--workers", "1"]
-    without_jobs = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # its workers take a core at start
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=store.folder, env=without_jobs, start_new_session=True, **pipes)
-    assert process.stdout is not None
-    try:
-        assert any("startup complete" in line for line in process.stdout)
-        yield
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@pytest.mark.slow
-def test_it_goes_on_while_mlflow_is_away_and_follows_again_after(
-    champion: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    over_http = replace(champion, uri=f"http://ada:secret@127.0.0.1:{port}")
-    with ExitStack() as stack:
-        with mlflow_server(champion, port):
-            client, process = stack.enter_context(server(over_http))
-        complaint = process.stdout.readline()
-        assert "version 1 stays served: cannot follow tiny@champion" in complaint
-        assert "secret" not in complaint
-        assert client.post("/generate", json={"prompt": "x", "new_tokens": 2}).json()["version"] == 1
-
-        two = register_model(champion.finished_run("two", loss=2.5, checkpoint="d"), tracking_uri=champion.uri)
-        MlflowClient(champion.uri).set_registered_model_alias("tiny", "champion", str(two.version))
-        deadline = time.monotonic() + 60
-        with mlflow_server(champion, port):
-            while client.get("/health").json()["version"] == 1:
-                assert time.monotonic() < deadline
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=20)
-        assert "secret" not in output
-        assert output.count("cannot follow") <= 1  # said once each time it goes away, not every poll
 
 
 def test_a_taken_port_is_named(champion: Store) -> None:

@@ -18,15 +18,14 @@ from tasks.data.corpus import prepare_corpus
 from tasks.inference.onnx_generator import TextGenerator, open_export
 from tasks.inference.vllm_engine import VllmEngine
 from tasks.serving.alias_follower import AliasFollower
-from tasks.serving.app import build_app
-from tasks.serving.bounds import Held, HeldBytes
 from tests.support.configs import inventory
 from tests.support.mlflow_store import Store
+from tests.support.serving import follower_of, served_here
 from tests.support.text_cases import HELLOS
 from tests.support.tiny_corpus import write_json_lines
 from tests.support.tokenizer_cases import TOKENIZERS, chatml
 from training.config.run import RunConfig
-from training.config.serving import InferenceConfig, ServingConfig
+from training.config.serving import InferenceConfig
 from training.exports.tokenizer_files import copy_tokenizer
 from training.planner.plan import make_plan
 from training.records.evaluation_plan import EvaluationPlan
@@ -41,13 +40,8 @@ from training.tokenizer.text_encoder import TextEncoder, open_tokenizer, special
 
 @pytest.fixture
 def served(champion: Store) -> Iterator[tuple[TestClient, AliasFollower]]:
-    follower = AliasFollower(
-        "tiny@champion", tracking_uri=champion.uri, cache_dir=None, inference=InferenceConfig(), rows=4
-    )
-    with TestClient(build_app(follower, limits=ServingConfig(poll_s=1000))) as client:
-        client.app_state["unread"] = Held(HeldBytes(2**26), give_up=follower.close)  # as a connection has it
-        yield client, follower
-    follower.close()
+    with served_here(champion) as served:
+        yield served
 
 
 def serve(follower: AliasFollower, export: Path) -> None:
@@ -242,9 +236,7 @@ def test_the_first_chat_of_a_tokenizer_with_thousands_of_special_tokens_is_fast(
 def test_no_chat_waits_until_its_tokenizer_is_built(champion: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     monkeypatch.setattr(ChatTemplate, "of_folder", lambda folder: template)
-    follower = AliasFollower(
-        "tiny@champion", tracking_uri=champion.uri, cache_dir=None, inference=InferenceConfig(), rows=4
-    )
+    follower = follower_of(champion)
     monkeypatch.setattr(text_encoder, "open_tokenizer", None)  # from here on none can be built
     encoder = follower.served.engine.encoder
     assert encoder.has_rule

@@ -14,12 +14,11 @@ import httpx
 import pytest
 
 from tasks.serving import connections
-from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.bounds import Held, HeldBytes
 from tests.support.mlflow_store import Store
-from tests.support.serving import server_here
+from tests.support.serving import follower_of, server_here
 from tests.support.waiting import until
-from training.config.serving import InferenceConfig, ServingConfig
+from training.config.serving import ServingConfig
 
 BOUND, SLOW_S = 2**20, 3.0
 LONG = {"model": "tiny", "prompt": "x", "max_tokens": 50_000, "temperature": 0}
@@ -29,10 +28,7 @@ LONG = {"model": "tiny", "prompt": "x", "max_tokens": 50_000, "temperature": 0}
 def url(champion: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", BOUND)
     monkeypatch.setattr(connections, "max_connections", lambda: 100)
-    follower = AliasFollower(
-        "tiny@champion", tracking_uri=champion.uri, cache_dir=None, inference=InferenceConfig(), rows=4
-    )
-    with server_here(follower, ServingConfig(max_new_tokens=50_000, max_concurrent=4)) as url:
+    with server_here(follower_of(champion), ServingConfig(max_new_tokens=50_000, max_concurrent=4)) as url:
         yield url
 
 

@@ -19,16 +19,13 @@ from mlflow.tracking import MlflowClient
 from tasks.hardware.machine import Gpu
 from tasks.inference import vllm_process
 from tasks.inference.onnx_generator import TextGenerator
-from tasks.promotion.register import register_model
 from tasks.serving.alias_follower import AliasFollower
-from tasks.serving.app import build_app
-from tasks.serving.bounds import Held, HeldBytes
 from tasks.serving.openai_requests import LABELS, ChatRequest, CompletionRequest
 from tests.support.mlflow_store import Store
+from tests.support.serving import served_here
 from tests.support.tiny_run import SAMPLES
 from tests.support.vllm_stand_in import LOG, install, noted, requests
 from tests.support.waiting import until
-from training.config.serving import InferenceConfig, ServingConfig
 
 DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -68,12 +65,8 @@ def served(champion: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[T
     monkeypatch.setenv("PATH", f"{install(champion.folder)}:{os.environ['PATH']}")
     monkeypatch.setenv(LOG, str(log))
     monkeypatch.setattr(vllm_process, "gpus_here", lambda: (Gpu(name="H100", uuid="GPU-0", driver="580"),))
-    vllm = InferenceConfig(engine="vllm")
-    follower = AliasFollower("tiny@champion", tracking_uri=champion.uri, cache_dir=None, inference=vllm, rows=4)
-    with TestClient(build_app(follower, limits=ServingConfig(poll_s=1000))) as client:
-        client.app_state["unread"] = Held(HeldBytes(2**26), give_up=follower.close)  # as a connection has it
+    with served_here(champion, engine="vllm") as (client, follower):
         yield client, follower, log
-    follower.close()
 
 
 def columns() -> dict[str, str]:
@@ -130,7 +123,7 @@ def test_it_follows_the_alias_with_a_process_for_each_version(
     assert events.text.count("data: ") >= 3
     assert events.text.endswith("data: [DONE]\n\n")
 
-    register_model(champion.finished_run("two", loss=3.5, checkpoint="d"), tracking_uri=champion.uri)
+    champion.registered("two", loss=3.5, checkpoint="d")
     MlflowClient(champion.uri).set_registered_model_alias("tiny", "champion", "2")
     follower.refresh()
     first, second = [each["pid"] for each in noted(log) if "pid" in each]

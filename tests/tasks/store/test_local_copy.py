@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from tasks.data.corpus import prepare_corpus
 from tasks.planning.plan import plan_run
 from tasks.store.local_copy import local_copy
-from tests.support.configs import inventory, tiny_config
-from tests.support.s3_server import BUCKET, S3Server, s3_server
+from tests.support.configs import inventory, read_plan, tiny_config
+from tests.support.s3_server import BUCKET, S3Server, s3_server, seen_anew
 from tests.support.tiny_run import tiny_run
 from training.config.data import DataConfig
 from training.models.language_model import unfilled_model
-from training.records.plan import RunPlan
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +30,8 @@ def served() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(served: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S3Server:
-    for name, value in served.environment.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "home"))
-    served.faults.kind, served.faults.count = "none", 0
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
-    return served
+    return seen_anew(served, monkeypatch)
 
 
 def put_folder(s3: S3Server, folder: Path, key: str) -> str:
@@ -89,7 +82,7 @@ def test_what_is_not_there_is_said_with_the_field(s3: S3Server) -> None:
 
 @pytest.mark.slow
 def test_training_begins_with_a_model_and_a_tokenizer_of_the_store(s3: S3Server, tmp_path: Path) -> None:
-    before = RunPlan.read(tiny_run(tmp_path / "before") / "plan.json")
+    before = read_plan(tiny_run(tmp_path / "before"))
     run = tmp_path / "before"
     (weights,) = sorted((run / "checkpoints").iterdir())[-1:]
     model = put_folder(s3, weights, "models/tiny")

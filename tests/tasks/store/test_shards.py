@@ -16,7 +16,7 @@ import torch
 from tasks.data.corpus import prepare_corpus
 from tasks.store.shards import find_shards, upload_shards
 from tests.support.numbered_corpus import CPU, plan_of
-from tests.support.s3_server import BUCKET, S3Server, s3_server
+from tests.support.s3_server import BUCKET, S3Server, s3_server, seen_anew
 from training.config.data import DataConfig
 from training.config.store import StoreConfig
 from training.data.loader import Loader
@@ -40,14 +40,8 @@ def served() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(served: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    for name, value in served.environment.items():
-        monkeypatch.setenv(name, value)
-    served.faults.kind, served.faults.count = "none", 0
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
     block_cache.cache_clear()
-    return served
+    return seen_anew(served, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

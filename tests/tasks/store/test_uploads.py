@@ -16,7 +16,7 @@ from tasks.store.runs import RunOnStore, fetch_run, run_of_url
 from tasks.store.transfer import download, upload
 from tasks.store.uploads import Uploads, check_store
 from tests.support.manifests import write_checkpoint_manifest
-from tests.support.s3_server import BUCKET, SECRET, S3Server, s3_server
+from tests.support.s3_server import BUCKET, SECRET, S3Server, s3_server, seen_anew
 from tests.support.waiting import until
 from training.checkpoint.retention import keep, prune
 from training.config.run import RunConfig
@@ -34,15 +34,9 @@ def served() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(served: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    for name, value in served.environment.items():
-        monkeypatch.setenv(name, value)
-    served.faults.kind, served.faults.count = "none", 0
     monkeypatch.setattr(uploads, "LOOK_EVERY_S", 0.1)
     monkeypatch.setattr(uploads, "LONGEST_PAUSE_S", 0.5)
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
-    return served
+    return seen_anew(served, monkeypatch)
 
 
 @pytest.fixture

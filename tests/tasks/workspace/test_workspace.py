@@ -16,6 +16,7 @@ import pytest
 from tasks.workspace.locks import AlreadyOwned, Locked, exclusive, is_owned, owned
 from tasks.workspace.processes import end_process
 from tasks.workspace.wait import until
+from tests.support.waiting import holding
 
 HOLDS = """
 import sys
@@ -40,13 +41,8 @@ time.sleep(60)
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds `tmp_path`/folder/lock until its stdin is closed."""
-    command = [sys.executable, "-c", HOLDS, str(tmp_path / "folder/lock")]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
+    with holding(HOLDS, str(tmp_path / "folder/lock")) as process:
+        yield process
 
 
 def test_a_lock_tells_what_its_holder_wrote_and_ends_with_it(tmp_path: Path, holder: subprocess.Popen[str]) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.support.configs import read_plan
 from tests.support.ranks import Ranks, losses, run_ranks
+from tests.support.tiny_shards import MakeRun
 from training.checkpoint.load import weights_for
 from training.checkpoint.safetensors_files import TensorFiles
 from training.models.language_model import build_model
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def trained(make_run: Callable[..., Path]) -> Path:
+def trained(make_run: MakeRun) -> Path:
     """A run of 8 steps with checkpoints every 3, of which the last 2 are kept."""
     plan_path = make_run("trained")
     run_ranks(plan_path)
@@ -58,7 +60,7 @@ def test_a_checkpoint_is_a_folder_that_transformers_loads(run_dir: Path) -> None
         assert (parameter == saved[name]).all()
 
 
-def test_each_rank_writes_its_share_and_transformers_loads_the_whole(make_run: Callable[..., Path]) -> None:
+def test_each_rank_writes_its_share_and_transformers_loads_the_whole(make_run: MakeRun) -> None:
     from transformers import AutoModelForCausalLM
 
     plan_path = make_run("two-ranks", ranks=2, train__steps=2, parallel__strategy="fsdp")
@@ -94,7 +96,7 @@ def test_the_manifest_has_the_loss_of_the_newest_validation(run_dir: Path) -> No
 
 
 def test_another_models_checkpoint_is_refused_with_the_weights_name(run_dir: Path) -> None:
-    plan = RunPlan.read(run_dir / "plan.json")
+    plan = read_plan(run_dir)
     wider = plan.shape.model_copy(update={"mlp_width": 2 * plan.shape.mlp_width})
     with pytest.raises(ValueError, match=r"checkpoint .*mlp.gate_proj.weight is \[128, 32\] instead of \[256, 32\]"):
         weights_for(build_model(plan.model_copy(update={"shape": wider})), run_dir / "checkpoints" / "00000008")
@@ -135,7 +137,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     assert f"{newest} is not whole" in caplog.text
 
 
-def test_ranks_share_the_hashing_and_all_pass_over_what_one_of_them_finds(make_run: Callable[..., Path]) -> None:
+def test_ranks_share_the_hashing_and_all_pass_over_what_one_of_them_finds(make_run: MakeRun) -> None:
     plan_path = make_run("shared", ranks=2, train__steps=4, checkpoint__every_steps=2, parallel__strategy="fsdp")
     run_ranks(plan_path)
     newest, expected = checkpoint_folder(plan_path.parent, 4), losses(plan_path)

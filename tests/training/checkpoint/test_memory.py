@@ -17,8 +17,9 @@ import pytest
 
 from tests.support import nccl_like
 from tests.support.layouts import LAYOUTS
-from tests.support.ranks import BACKEND, Ranks, losses, result
-from training.records.checkpoint import CheckpointManifest, finished_checkpoints
+from tests.support.ranks import BACKEND, Ranks, losses, result, weight_hashes
+from tests.support.tiny_shards import MakeRun
+from training.records.checkpoint import finished_checkpoints
 from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord, RankShare, newest_step
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
@@ -50,9 +51,7 @@ def memory_dir() -> Iterator[Path]:
         pytest.param("unlike", marks=pytest.mark.long),
     ],
 )
-def make(
-    request: pytest.FixtureRequest, make_run: Callable[..., Path], memory_dir: Path
-) -> Callable[..., tuple[Path, list[str]]]:
+def make(request: pytest.FixtureRequest, make_run: MakeRun, memory_dir: Path) -> Callable[..., tuple[Path, list[str]]]:
     """make("name") -> a plan, and each rank's host: half of the ranks, or one more, are on a, the others on b."""
     ranks, layout = (LAYOUTS | OWN)[request.param]
 
@@ -119,15 +118,9 @@ def go_on(plan_path: Path, hosts: list[str]) -> str:
     return ranks.log()[before:]
 
 
-def weight_hashes(plan_path: Path) -> list[str]:
-    folder = plan_path.parent / "checkpoints" / f"{STEPS:08d}"
-    files = CheckpointManifest.read(folder / "manifest.json").files
-    return [str(file) for name, file in sorted(files.items()) if name.startswith(("model", "optimizer", "own"))]
-
-
 def assert_equal_to_the_bit(plan_path: Path, undisturbed: Path) -> None:
     assert losses(plan_path) == losses(undisturbed)
-    assert weight_hashes(plan_path) == weight_hashes(undisturbed)
+    assert weight_hashes(plan_path, STEPS) == weight_hashes(undisturbed, STEPS)
     assert result(plan_path).loss == losses(undisturbed)[STEPS]
     rows = [row["step"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "loss" in row]
     assert rows == sorted(set(rows)), "each step is logged once"
@@ -212,7 +205,7 @@ def test_copies_of_a_past_that_was_given_up_are_not_used(
     shutil.rmtree(away)
 
 
-def test_fewer_ranks_go_on_from_the_copies_of_more(make_run: Callable[..., Path], memory_dir: Path) -> None:
+def test_fewer_ranks_go_on_from_the_copies_of_more(make_run: MakeRun, memory_dir: Path) -> None:
     """A run of four ranks under fsdp loses a host, and goes on with two ranks under ddp on the other one."""
     settings: dict[str, Any] = {
         "train__steps": STEPS,

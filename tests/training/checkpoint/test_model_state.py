@@ -6,15 +6,15 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.buffered_models import buffers_in, save_family
 from tests.support.layouts import LAYOUTS
+from tests.support.plain_torch import by_hand
 from tests.support.ranks import Ranks, losses, run_ranks
-from tests.support.tiny_shards import VOCAB
+from tests.support.tiny_shards import VOCAB, MakeRun
 from training.checkpoint.load import weights_for
 from training.checkpoint.safetensors_files import TensorFiles
 from training.export import export_run
@@ -25,7 +25,6 @@ from training.records.model_state import listed, saved_shapes
 from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.results import EvalReport
-from training.shards.stream import TokenStream
 from training.tracking.rows import read_rows
 
 STEPS = 4
@@ -45,7 +44,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def trained(make_run: Callable[..., Path], folder_of: Callable[[str], Path]) -> Callable[..., Path]:
+def trained(make_run: MakeRun, folder_of: Callable[[str], Path]) -> Callable[..., Path]:
     """Return the plan of a run that has trained a family under a layout; made once."""
     made: dict[str, Path] = {}
 
@@ -72,15 +71,8 @@ def program_of(family: str) -> str:
 
 
 def held_out_loss(plan_path: Path, folder: Path) -> float:
-    """The mean loss of the model that a server loads from a folder, by transformers' own logits."""
-    plan, model = RunPlan.read(plan_path), load_whole(folder, dtype=torch.float32)
-    stream, context, total = TokenStream(Path(plan.shards_dir), "validation"), plan.config.train.context, 0.0
-    for start in range(0, len(stream) - 1, context):
-        tokens = torch.from_numpy(stream.read(start, min(start + context + 1, len(stream))).astype(np.int64))
-        with torch.no_grad():
-            logits = model(tokens[None, :-1]).logits[0]
-        total += torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
-    return total / (len(stream) - 1)
+    """The mean loss of the model that a server loads from a folder."""
+    return float(by_hand(plan_path, load_whole(folder, dtype=torch.float32))[0].mean())
 
 
 def trained_loss(plan_path: Path) -> float:

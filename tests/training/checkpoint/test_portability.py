@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.layouts import LAYOUTS, Layout
 from tests.support.ranks import losses, run_ranks
+from tests.support.tiny_shards import MakeRun
 from tests.training.strategies.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
 
 LEG_STEPS = 2
@@ -33,7 +33,7 @@ CHAIN = (
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["stream", "best-fit", pytest.param("padded", marks=pytest.mark.long)])
 def test_a_run_that_changes_its_layout_every_few_steps_is_the_run_of_one_process(
-    packing: str, make_run: Callable[..., Path]
+    packing: str, make_run: MakeRun
 ) -> None:
     steps = LEG_STEPS * len(CHAIN)
 
@@ -71,7 +71,7 @@ def test_a_run_that_changes_its_layout_every_few_steps_is_the_run_of_one_process
 
 @pytest.mark.slow
 def test_tp_peers_drop_the_same_units_after_a_resume(
-    make_run: Callable[..., Path],
+    make_run: MakeRun,
 ) -> None:
     """ddp x 4 drew four ways; of dp 2 x tp 2 each pair must draw alike, or what it shares drifts apart."""
     saved = make_run("four", ranks=4, train__steps=2, train__micro_batch=1)

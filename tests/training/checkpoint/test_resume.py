@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.layouts import LAYOUTS, Layout
-from tests.support.ranks import Ranks, losses, run_ranks
-from training.records.checkpoint import CheckpointManifest
+from tests.support.ranks import Ranks, losses, run_ranks, weight_hashes
+from tests.support.tiny_shards import MakeRun
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
 
@@ -66,12 +66,6 @@ def interrupt(plan_path: Path, *, at_step: int, signum: signal.Signals) -> None:
         assert at_step <= max(losses(plan_path)) < STEPS, "the ranks died in the middle"
 
 
-def weight_hashes(plan_path: Path) -> list[str]:
-    folder = plan_path.parent / "checkpoints" / f"{STEPS:08d}"
-    files = CheckpointManifest.read(folder / "manifest.json").files
-    return [str(file) for name, file in sorted(files.items()) if name.startswith(("model", "optimizer", "own"))]
-
-
 KILL, STOP = signal.SIGKILL, signal.SIGTERM
 INTERRUPTED = [  # in CI every layout but those in LONG is killed, and single and ddp are stopped as well
     *(pytest.param(name, signum) for name in FAST for signum in (KILL, STOP)),
@@ -83,7 +77,7 @@ INTERRUPTED = [  # in CI every layout but those in LONG is killed, and single an
 
 
 @pytest.fixture(scope="module")
-def make(request: pytest.FixtureRequest, make_run: Callable[..., Path]) -> Callable[[str], Path]:
+def make(request: pytest.FixtureRequest, make_run: MakeRun) -> Callable[[str], Path]:
     ranks, layout = (LAYOUTS | OWN).get(request.param, (1, {"parallel__strategy": "single"}))
 
     def make_named(name: str) -> Path:
@@ -129,7 +123,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     assert got == expected, f"stopped at step {at_step}"
     rows = [row["step"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "loss" in row]
     assert rows == list(range(1, STEPS + 1)), "each step is logged once"
-    assert weight_hashes(plan_path) == weight_hashes(undisturbed)
+    assert weight_hashes(plan_path, STEPS) == weight_hashes(undisturbed, STEPS)
     assert TrainResult.read(plan_path.parent / "result.json").loss == expected[STEPS]
     assert samples(plan_path) == samples(undisturbed)
     assert [step for step, _ in samples(plan_path)] == list(range(SAMPLES_EVERY, STEPS + 1, SAMPLES_EVERY))

@@ -15,6 +15,7 @@ import torch
 
 from tests.programs.full_disk import FULL_AT_BYTES, RoomAfterWarning, set_room
 from tests.support.ranks import Ranks, losses, run_ranks
+from tests.support.tiny_shards import MakeRun
 from training.checkpoint.safetensors_files import TensorFiles
 from training.checkpoint.saver import Saver
 from training.records.checkpoint import checkpoint_folder, damage, finished_checkpoints, newest_intact
@@ -27,7 +28,7 @@ from training.trainer.state import TrainingState, restore
 
 
 @pytest.fixture
-def start(make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainingState]]:
+def start(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainingState]]:
     """start("name", train__steps=20): a run in this process, on one rank, at step 0."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # set by `process_group`
         monkeypatch.setenv(name, {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}.get(name, "0"))
@@ -188,7 +189,7 @@ def on_full_disk(plan_path: Path, kind: str) -> Ranks:
 
 
 @pytest.mark.slow
-def test_two_ranks_survive_a_disk_that_is_full_for_a_while_on_one_of_them(make_run: Callable[..., Path]) -> None:
+def test_two_ranks_survive_a_disk_that_is_full_for_a_while_on_one_of_them(make_run: MakeRun) -> None:
     plan_path = make_run("two-ranks-for-a-while", ranks=2, train__steps=30, checkpoint__every_steps=10)
     ranks = on_full_disk(plan_path, "until-reported")
     ranks.finish()
@@ -200,7 +201,7 @@ def test_two_ranks_survive_a_disk_that_is_full_for_a_while_on_one_of_them(make_r
 
 
 @pytest.mark.slow
-def test_two_ranks_fail_alike_when_the_disk_of_one_stays_full(make_run: Callable[..., Path]) -> None:
+def test_two_ranks_fail_alike_when_the_disk_of_one_stays_full(make_run: MakeRun) -> None:
     plan_path = make_run("two-ranks-for-good", ranks=2)
     ranks = on_full_disk(plan_path, "for-good")
     assert ranks.wait() == [1, 1]
@@ -212,7 +213,7 @@ def test_two_ranks_fail_alike_when_the_disk_of_one_stays_full(make_run: Callable
 
 
 def test_a_rank_killed_in_the_middle_of_a_write_leaves_the_checkpoint_before(
-    start: Callable[..., TrainingState], make_run: Callable[..., Path]
+    start: Callable[..., TrainingState], make_run: MakeRun
 ) -> None:
     state = start("killed")
     with saver_of(state) as saver:

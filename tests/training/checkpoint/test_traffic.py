@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.layouts import FOUR_RANKS, LOCAL_SGD
 from tests.support.ranks import Ranks, run_ranks
+from tests.support.tiny_shards import MakeRun
 from training.checkpoint.safetensors_files import TensorFiles
 from training.records.checkpoint import checkpoint_folder
 
@@ -20,7 +19,7 @@ MODEL = {"model__width": 256, "model__layers": 4, "model__heads": 4}  # 3.3M par
 BESIDES = 1.1  # messages' headers, barriers
 
 
-def test_a_rank_receives_no_more_of_a_checkpoint_than_it_writes(make_run: Callable[..., Path]) -> None:
+def test_a_rank_receives_no_more_of_a_checkpoint_than_it_writes(make_run: MakeRun) -> None:
     """Measured by the kernel, in all layouts of four ranks; where every rank gets every tensor it is 3 to 6 times."""
     layouts = {
         **FOUR_RANKS,
@@ -37,7 +36,7 @@ def test_a_rank_receives_no_more_of_a_checkpoint_than_it_writes(make_run: Callab
 
 
 @pytest.mark.parametrize("layout", ["fsdp x tp", "zero2 4"])
-def test_a_checkpoint_staged_in_many_rounds_is_the_same(layout: str, make_run: Callable[..., Path]) -> None:
+def test_a_checkpoint_staged_in_many_rounds_is_the_same(layout: str, make_run: MakeRun) -> None:
     ranks, overrides = FOUR_RANKS[layout]
     folders = []
     for program in ("training.train", "tests.programs.small_rounds"):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from flows.presets import command_for_all_steps, load_config, with_overrides
-from tests.support.configs import inventory
+from tests.support.configs import inventory, reasons
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
 from training.config.size_rule import choices
@@ -26,7 +26,7 @@ def test_the_model_has_the_size_that_was_asked_for_and_20_tokens_for_each_parame
     assert plan.shape.parameters == pytest.approx(asked, rel=0.07)
     tokens = config.train.steps * config.train.global_batch * config.train.context
     assert tokens == pytest.approx(20 * asked, rel=0.01)
-    (reason,) = [line for line in plan.reasons if line.startswith(f"model.size = {size}: ")]
+    (reason,) = reasons(plan, f"model.size = {size}: ")
     chosen = [value for fields in choices(config.model_dump()).values() for value in fields.values() if value]
     assert len(chosen) == 8
     words = re.findall(r"[\d.,e-]+\b", reason)
@@ -46,7 +46,7 @@ def test_what_a_person_gives_stays_in_any_order_and_the_plan_says_so() -> None:
     config = load_config("quickstart", ["train.steps=7", "model.size=3.5M", "model.heads=8"])
 
     assert (config.train.steps, config.model.heads, config.model.kv_heads) == (7, 8, 0)
-    (reason,) = [line for line in make_plan(config, inventory(2)).reasons if line.startswith("model.size")]
+    (reason,) = reasons(make_plan(config, inventory(2)), "model.size")
     assert "given instead: model.heads = 8 (the rule: 4), train.steps = 7" in reason
 
 

@@ -56,24 +56,26 @@ def test_shuffled_differs_by_seed_and_epoch_and_is_no_identity() -> None:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("model", [{}, BERT], ids=["llama", "bert"])
-def test_the_global_batch_depends_neither_on_ranks_nor_on_micro_batch(
+def test_the_global_batch_depends_neither_on_ranks_nor_on_their_shares(
     packing: str, model: dict[str, Any], shards: Path
 ) -> None:
     common = {
         "train__packing": packing,
-        "train__global_batch": 8,
+        "train__global_batch": 12,
         "train__max_epochs": 2.3,
         "train__steps": 1000,
     } | model
-    alone = plan_of(shards, train__micro_batch=8, **common)
-    for ranks, micro_batch in ((2, 4), (2, 1), (4, 2)):
-        split = plan_of(shards, ranks=ranks, train__micro_batch=micro_batch, **common)
-        assert split.dp == ranks
+    alone = plan_of(shards, train__micro_batch=12, **common)
+    for sizes in ((6, 6), (1, 1), (3, 3, 3, 3), (3, 2, 1)):
+        split = plan_of(shards, ranks=len(sizes), train__micro_batch=1, **common)
+        split = split.model_copy(update={"micro_batches": sizes, "accumulation": 12 // sum(sizes)})
         for step in (0, 5, alone.steps // 2, alone.steps - 1):
             expected, num_targets = global_batch(alone, step)
             found, found_targets = global_batch(split, step)
             assert torch.equal(found, expected)
             assert found_targets == num_targets
+    cut = [[len(b.inputs) for b in Loader(split, dp_rank=rank, device=CPU).share(0).batches] for rank in range(3)]
+    assert cut == [[3, 3], [2, 2], [1, 1]]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -229,21 +231,6 @@ def test_no_token_attends_to_the_padding_of_masked_models(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("model", [{}, BERT], ids=["llama", "bert"])
-def test_unequal_shares_cut_the_same_global_batch(packing: str, model: dict[str, Any], shards: Path) -> None:
-    common = {"train__packing": packing, "train__global_batch": 12, "train__micro_batch": 1} | model
-    plan = plan_of(shards, ranks=3, **common)
-    unequal = plan.model_copy(update={"micro_batches": (3, 2, 1), "accumulation": 2})
-    for step in (0, 3):
-        expected, num_targets = global_batch(plan, step)
-        found, found_targets = global_batch(unequal, step)
-        assert torch.equal(found, expected)
-        assert found_targets == num_targets
-    sizes = [[len(b.inputs) for b in Loader(unequal, dp_rank=rank, device=CPU).share(0).batches] for rank in range(3)]
-    assert sizes == [[3, 3], [2, 2], [1, 1]]
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
 def test_a_batch_that_grows_has_the_same_sequences_in_the_same_order(packing: str, shards: Path) -> None:
     schedule = [{"tokens": 200, "global_batch": 12}, {"tokens": 500, "global_batch": 24}]
     size = {"train__packing": packing, "train__global_batch": 6, "train__micro_batch": 2}
@@ -277,27 +264,15 @@ def held_out(plan: RunPlan, *, rank: int, world_size: int, limit: int = 0) -> li
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_held_out_text_is_distributed_in_the_plans_shares(packing: str, shards: Path) -> None:
-    plan = plan_of(shards, ranks=3, train__packing=packing, train__global_batch=6)
-    plan = plan.model_copy(update={"micro_batches": (3, 2, 1), "accumulation": 1})
-    dealt = [held_out(plan, rank=rank, world_size=3) for rank in range(3)]
-    assert [{len(batch.inputs) for batch in batches} for batches in dealt] == [{3}, {2}, {1}]
-    assert len({len(batches) for batches in dealt}) == 1
-    targets = torch.cat([batch.targets.flatten() for batches in dealt for batch in batches]).numpy()
-    first = 0 if packing in BY_DOCUMENT else 1
-    assert (np.sort(targets[targets != IGNORED]) == np.arange(first, NUM_TOKENS["validation"]) + FIRST).all()
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_held_out_predicts_every_token_once_whatever_the_ranks(ranks: int, packing: str, shards: Path) -> None:
-    plan = plan_of(shards, train__packing=packing, train__micro_batch=4)
-    dealt = [
-        [batch for _, batch in held_out_by_source(plan, rank=rank, world_size=ranks, device=CPU)]
-        for rank in range(ranks)
-    ]
+@pytest.mark.parametrize("sizes", [(4,), (4, 4), (4, 4, 4), (3, 2, 1)])
+def test_held_out_predicts_every_token_once_whatever_the_ranks(
+    sizes: tuple[int, ...], packing: str, shards: Path
+) -> None:
+    plan = plan_of(shards, ranks=len(sizes), train__packing=packing, train__global_batch=12, train__micro_batch=1)
+    plan = plan.model_copy(update={"micro_batches": sizes, "accumulation": 1})
+    dealt = [held_out(plan, rank=rank, world_size=len(sizes)) for rank in range(len(sizes))]
     assert len({len(batches) for batches in dealt}) == 1, "every rank has as many forward passes"
-    assert {rows(batch).shape[::2] for batches in dealt for batch in batches} == {(4, CONTEXT)}
+    assert [{rows(batch).shape[::2] for batch in batches} for batches in dealt] == [{(n, CONTEXT)} for n in sizes]
     targets = torch.cat([batch.targets.flatten() for batches in dealt for batch in batches]).numpy()
     first = 0 if packing in BY_DOCUMENT else 1
     assert (np.sort(targets[targets != IGNORED]) == np.arange(first, NUM_TOKENS["validation"]) + FIRST).all()
@@ -305,11 +280,7 @@ def test_held_out_predicts_every_token_once_whatever_the_ranks(ranks: int, packi
 
 def test_a_limited_validation_takes_so_many_sequences_evenly_spaced(shards: Path) -> None:
     plan = plan_of(shards, train__micro_batch=4)
-    batches = [
-        batch
-        for rank in range(2)
-        for _, batch in held_out_by_source(plan, rank=rank, world_size=2, device=CPU, limit=5)
-    ]
+    batches = [batch for rank in range(2) for batch in held_out(plan, rank=rank, world_size=2, limit=5)]
     starts = [int(row[0]) - FIRST for batch in batches for row in batch.targets if row[0] != IGNORED]
     assert sorted(starts) == [1, 3 * CONTEXT + 1, 6 * CONTEXT + 1, 9 * CONTEXT + 1, 13 * CONTEXT + 1]
 

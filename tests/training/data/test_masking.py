@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import torch
 
-from tests.support.tiny_shards import MASK, VOCAB
+from tests.support.tiny_shards import MASK, VOCAB, MakeRun
 from training.data.batch import IGNORED
 from training.data.loader import Loader
 from training.data.masking import mask_tokens
@@ -17,7 +14,7 @@ from training.records.plan import RunPlan
 BERT = {"model__architecture": "bert", "model__kv_heads": 0}
 
 
-def test_masking_is_fixed_by_its_key_and_hides_what_it_asks_for(make_run: Callable[..., Path]) -> None:
+def test_masking_is_fixed_by_its_key_and_hides_what_it_asks_for(make_run: MakeRun) -> None:
     plan = RunPlan.read(make_run("masked", **BERT))
     tokens = np.arange(2, 2 + 45, dtype=np.int64)
     inputs, targets = mask_tokens(plan, tokens, key=(1, 2))
@@ -29,7 +26,7 @@ def test_masking_is_fixed_by_its_key_and_hides_what_it_asks_for(make_run: Callab
     assert np.array_equal(inputs[~chosen], tokens[~chosen])
 
 
-def test_each_sequence_is_masked_in_its_own_way_and_in_another_the_second_time(make_run: Callable[..., Path]) -> None:
+def test_each_sequence_is_masked_in_its_own_way_and_in_another_the_second_time(make_run: MakeRun) -> None:
     plan = RunPlan.read(make_run("ways", train__max_epochs=2, train__steps=1000, train__mask_fraction=0.4, **BERT))
     loader = Loader(plan, dp_rank=0, device=torch.device("cpu"))
     targets = torch.cat([batch.targets for step in range(plan.steps) for batch in loader.share(step).batches])
@@ -38,7 +35,7 @@ def test_each_sequence_is_masked_in_its_own_way_and_in_another_the_second_time(m
     assert len(torch.unique(targets[: plan.sequences], dim=0)) == plan.sequences
 
 
-def test_four_in_five_masked_positions_show_the_mask(make_run: Callable[..., Path]) -> None:
+def test_four_in_five_masked_positions_show_the_mask(make_run: MakeRun) -> None:
     plan = RunPlan.read(make_run("masked", **BERT))
     tokens = np.full(16, 5, dtype=np.int64)
     shown = [mask_tokens(plan, tokens, key=(key,)) for key in range(4000)]

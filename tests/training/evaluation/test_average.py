@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, reasons, tiny_config
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
+from tests.support.tiny_shards import MakeRun
 from tests.training.evaluation.test_evaluate import by_hand, evaluate
 from training.checkpoint.safetensors_files import TensorFiles
 from training.config.train import TrainConfig
@@ -39,16 +38,14 @@ def test_shares_are_those_of_a_mean_and_of_a_moving_average() -> None:
 
 def test_the_plan_says_what_is_averaged_and_refuses_too_few_checkpoints() -> None:
     plan = make_plan(tiny_config(**SETTINGS), inventory(1))
-    assert any("the ema of the last 3 checkpoints' weights is evaluated" in reason for reason in plan.reasons)
+    assert reasons(plan, "the ema of the last 3 checkpoints' weights is evaluated")
     with pytest.raises(ValueError, match=r"takes the last 3 .*every_steps = 4 make 2: set .*every_steps=2"):
         make_plan(tiny_config(**SETTINGS | {"checkpoint__every_steps": 4}), inventory(1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp", "ddp", "pp"])
-def test_the_average_is_evaluated_and_exported_beside_the_last_weights(
-    layout: str, make_run: Callable[..., Path]
-) -> None:
+def test_the_average_is_evaluated_and_exported_beside_the_last_weights(layout: str, make_run: MakeRun) -> None:
     ranks, overrides = LAYOUTS[layout]
     plan_path = make_run(f"averaged {layout}", ranks=ranks, **SETTINGS | {"train__micro_batch": 1}, **overrides)
     run_dir = plan_path.parent

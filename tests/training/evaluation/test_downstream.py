@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from tests.support.configs import read_plan
 from tests.support.lm_eval_tasks import QUESTIONS, write_tasks
 from tests.support.ranks import Ranks
 from tests.support.tiny_run import tiny_run
-from training.records.plan import RunPlan
 from training.records.results import EvalReport, TaskScore
 
 
@@ -25,7 +26,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tiny_run(folder / "run")
     greedy = [continued(run_dir, row["question"]) for row in QUESTIONS]
     tasks = write_tasks(folder / "tasks", continuations=[*greedy[:4], *["no"] * 5])
-    plan = RunPlan.read(run_dir / "plan.json")
+    plan = read_plan(run_dir)
     wanted = plan.config.evaluation.model_copy(update={"task_files": (str(tasks),), "prompts": ()})
     config = plan.config.model_copy(update={"evaluation": wanted})
     plan.model_copy(update={"config": config, "threads_per_rank": 1}).write(run_dir / "plan.json")
@@ -43,7 +44,7 @@ def continued(run_dir: Path, question: str) -> str:
 
 
 def evaluated(run_dir: Path, **plan: Any) -> dict[str, TaskScore]:
-    own = RunPlan.read(run_dir / "plan.json")
+    own = read_plan(run_dir)
     own.model_copy(update=plan).write(run_dir / "plan.json")
     try:
         Ranks(run_dir / "plan.json", program="training.evaluate").finish()
@@ -52,9 +53,9 @@ def evaluated(run_dir: Path, **plan: Any) -> dict[str, TaskScore]:
     return {score.task: score for score in EvalReport.read(run_dir / "eval.json").tasks}
 
 
-def log_probabilities(model: Any, text: str) -> np.ndarray:
-    """Of each byte but the first, looking at no more than the model's context."""
-    ids = torch.tensor([list(text.encode())])
+def log_probabilities(model: Any, text: str, *, first: Sequence[int] = ()) -> np.ndarray:
+    """Of each byte but the first, behind these tokens, looking at no more than the model's context."""
+    ids = torch.tensor([[*first, *text.encode()]])
     logits = model(ids[:, :-1]).logits[0].log_softmax(-1).detach()
     return logits[range(ids.shape[1] - 1), ids[0, 1:]].double().numpy()
 
@@ -72,18 +73,11 @@ def test_scores_are_those_of_a_plain_loop(run_dir: Path) -> None:
     assert scores["endings"].metric == "acc"
     assert scores["endings"].value == pytest.approx(right / len(QUESTIONS))
     assert scores["endings"].samples == len(QUESTIONS)
-    likelihood = sum(log_probabilities_from_the_end_token(model, row["question"]).sum() for row in QUESTIONS)
+    likelihood = sum(log_probabilities(model, row["question"], first=[256]).sum() for row in QUESTIONS)
     num_bytes = sum(len(row["question"].encode()) for row in QUESTIONS)
     assert scores["whole"].value == pytest.approx(-likelihood / np.log(2) / num_bytes, rel=1e-5)
     assert not scores["whole"].higher_is_better
     assert scores["continued"].value == pytest.approx(4 / 9)
-
-
-def log_probabilities_from_the_end_token(model: Any, text: str) -> np.ndarray:
-    ids = torch.tensor([[256, *text.encode()]])
-    assert ids.shape[1] <= 33
-    logits = model(ids[:, :-1]).logits[0].log_softmax(-1).detach()
-    return logits[range(ids.shape[1] - 1), ids[0, 1:]].double().numpy()
 
 
 @pytest.mark.slow

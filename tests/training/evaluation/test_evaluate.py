@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
+from tests.support.configs import read_plan
 from tests.support.layouts import LAYOUTS
+from tests.support.plain_torch import by_hand
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny_run import tiny_run
-from tests.support.tiny_shards import END
+from tests.support.tiny_shards import END, MakeRun
 from training.data.held_out import held_out_by_source
 from training.models.language_model import build_model
 from training.records.plan import RunPlan
@@ -24,8 +27,12 @@ from training.shards.packing import BY_DOCUMENT
 from training.shards.stream import TokenStream
 
 
+def trained_model(plan_path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(plan_path.parent / "checkpoints" / "00000030").eval()
+
+
 @pytest.fixture(scope="module")
-def trained(make_run: Callable[..., Path]) -> Path:
+def trained(make_run: MakeRun) -> Path:
     plan_path = make_run("trained", evaluation__sample_tokens=5, train__steps=30)
     run_ranks(plan_path)
     return plan_path
@@ -36,23 +43,7 @@ def evaluate(plan_path: Path, *, ranks: int) -> EvalReport:
     return EvalReport.read(plan_path.parent / "eval.json")
 
 
-def by_hand(plan_path: Path, *, model_folder: str = "checkpoints/00000030") -> tuple[np.ndarray, np.ndarray]:
-    """Loss and right guess of each predicted token with one loop over transformers' model, window by window."""
-    plan = RunPlan.read(plan_path)
-    model = AutoModelForCausalLM.from_pretrained(plan_path.parent / model_folder).eval()
-    stream, context = TokenStream(Path(plan.shards_dir), "validation"), plan.config.train.context
-    losses, right = [], []
-    for start in range(0, len(stream) - 1, context):
-        tokens = torch.from_numpy(stream.read(start, min(start + context + 1, len(stream))).astype(np.int64))
-        with torch.no_grad():
-            logits = model(tokens[None, :-1]).logits[0]
-        losses.append(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none").double().numpy())
-        right.append((logits.argmax(-1) == tokens[1:]).numpy())
-    assert sum(map(len, losses)) == len(stream) - 1
-    return np.concatenate(losses), np.concatenate(right)
-
-
-def test_replicas_of_unlike_shape_give_the_figures_of_one_rank(make_run: Callable[..., Path]) -> None:
+def test_replicas_of_unlike_shape_give_the_figures_of_one_rank(make_run: MakeRun) -> None:
     ranks, layout = LAYOUTS["unlike"]
     settings = {"model__layers": 4, "train__steps": 2, "train__micro_batch": 1, "evaluation__sample_tokens": 5}
     plan_path = make_run("unlike", ranks=ranks, **settings, **layout)
@@ -63,7 +54,7 @@ def test_replicas_of_unlike_shape_give_the_figures_of_one_rank(make_run: Callabl
 
 
 def test_one_and_two_ranks_give_the_figures_of_a_plain_loop(trained: Path, tmp_path: Path) -> None:
-    losses, right = by_hand(trained)
+    losses, right = by_hand(trained, trained_model(trained))
     expected_loss = losses.mean()
     of_two = (np.arange(1, 451) >= 90) & (np.arange(1, 451) < 290)  # by the target's place; the first is no target
     for ranks in (1, 2):
@@ -91,7 +82,7 @@ def test_one_and_two_ranks_give_the_figures_of_a_plain_loop(trained: Path, tmp_p
 
 def test_ranks_that_share_a_model_have_the_figures_of_one_rank(trained: Path, tmp_path: Path) -> None:
     """Under fsdp as training had it, without optimizer state; what were cp peers take sequences of their own."""
-    losses, right = by_hand(trained)
+    losses, right = by_hand(trained, trained_model(trained))
     shutil.copytree(trained.parent, tmp_path / "run")
     plan = RunPlan.read(trained)
     mesh = {"pp": 1, "dp": 1, "cp": 2, "tp": 1}
@@ -112,7 +103,7 @@ def test_a_masked_model_has_the_loss_of_its_masked_tokens_and_no_bits_per_byte(t
     ranks.finish()
     line = r"PROGRESS evaluating held-out text: \d+ of 2 batches \(\d+%\) in .* s, about .* s left"
     assert re.search(line, ranks.log()), ranks.log()
-    report, plan = EvalReport.read(run_dir / "eval.json"), RunPlan.read(run_dir / "plan.json")
+    report, plan = EvalReport.read(run_dir / "eval.json"), read_plan(run_dir)
     model, loss, count = AutoModelForMaskedLM.from_pretrained(run_dir / "checkpoints" / "8").eval(), 0.0, 0
     for _, batch in held_out_by_source(plan, rank=0, world_size=1, device=torch.device("cpu")):
         assert batch.documents is not None
@@ -147,9 +138,7 @@ def apart(plan: RunPlan) -> Iterator[np.ndarray]:
 @pytest.mark.parametrize("packing", ["documents", "padded", "best-fit"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @torch.no_grad()
-def test_packed_documents_score_as_if_each_stood_alone(
-    packing: str, architecture: str, make_run: Callable[..., Path]
-) -> None:
+def test_packed_documents_score_as_if_each_stood_alone(packing: str, architecture: str, make_run: MakeRun) -> None:
     shape = {"model__architecture": architecture, "model__kv_heads": 0}
     plan = RunPlan.read(make_run(f"{packing}-{architecture}", train__packing=packing, train__micro_batch=4, **shape))
     model, expected = build_model(plan).eval(), 0.0

@@ -11,13 +11,13 @@ import numpy as np
 import onnx_ir
 import pytest
 
+from tests.support.configs import read_plan
 from tests.support.tiny_run import VOCAB
 from training.exports.batch_graph import round_rows
 from training.exports.onnx_graphs import WeightsFile, graph_file, save_quantized
 from training.exports.onnx_session import in_place_logits, open_session
 from training.exports.parity import check_parity
 from training.models.language_model import load_model
-from training.records.plan import RunPlan
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -91,7 +91,7 @@ def test_rows_are_rounded_to_sums_that_no_cpu_overflows() -> None:
 
 def test_a_precision_that_costs_too_much_is_left_out_with_the_figures(exported_run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(exported_run / "export", tmp_path / "export")
-    plan = RunPlan.read(exported_run / "plan.json")
+    plan = read_plan(exported_run)
     model = load_model(folder, plan).hf
     graph = onnx_ir.load(folder / "batch_int8.onnx")
     (scales,) = [value for name, value in graph.graph.initializers.items() if name.endswith(".scales.flat")]

@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from tasks.planning.pretrained import generation
+from tests.support.configs import read_plan
 from tests.support.strangers_tokenizers import BY_THREES, split_by
 from tests.support.tiny_run import END, tiny_run
 from training.config.run import RunConfig
 from training.export import export_run
-from training.records.plan import RunPlan
 from training.records.results import ExportedModel
 from training.tokenizer.pretrained import SAMPLES
 
@@ -20,7 +20,7 @@ from training.tokenizer.pretrained import SAMPLES
 def continued(folder: Path, model: Path) -> Path:
     """runs/ID whose plan says that it went on from this model."""
     run_dir = tiny_run(folder, onnx_up_to_gib=0)
-    plan = RunPlan.read(run_dir / "plan.json")
+    plan = read_plan(run_dir)
     asked = plan.config.model_dump(mode="json")
     asked["model"] |= {"architecture": "path", "init": "pretrained", "path": str(model)}
     config = RunConfig.model_validate(asked)
@@ -58,7 +58,7 @@ def test_what_ends_a_text_and_how_it_is_drawn_is_kept(
     assert written["eos_token_id"] == expected
     assert {**written, "eos_token_id": 0} == {"pad_token_id": END} | written | (given or {}) | {"eos_token_id": 0}
     assert GenerationConfig.from_pretrained(run_dir / "export").eos_token_id == expected
-    assert set(exported.end_ids) == {*ends} == {*RunPlan.read(run_dir / "plan.json").end_ids}
+    assert set(exported.end_ids) == {*ends} == {*read_plan(run_dir).end_ids}
     assert exported.end_ids[0] == END
 
 
@@ -105,7 +105,7 @@ def test_the_export_says_if_autotokenizer_makes_other_tokens(tmp_path: Path, mod
     from training.exports.tokenizer_files import why_others_differ
 
     run_dir = tiny_run(tmp_path / "run")
-    plan, folder = RunPlan.read(run_dir / "plan.json"), tmp_path / "export"
+    plan, folder = read_plan(run_dir), tmp_path / "export"
     made = split_by(BY_THREES)
     folder.mkdir()
     made.save(str(folder / "tokenizer.json"))

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from benchmarks.support.cost import memory_mib
+from tests.support.configs import read_plan
 from tests.support.tiny_run import END, VOCAB, tiny_run
 from training.checkpoint.copied_weights import copy_weights
 from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name, write_tensors
@@ -100,7 +101,7 @@ def test_causal_models_end_where_documents_end_and_use_their_cache(exported: Pat
 
 
 def test_every_engine_is_measured_at_every_shape_in_turns(exported: Path) -> None:
-    plan = RunPlan.read(exported / "plan.json")
+    plan = read_plan(exported)
     wanted = {"latency_seconds": 0.01}
     config = plan.config.model_dump(mode="json") | {"export": wanted}
     plan = plan.model_copy(update={"config": RunConfig.model_validate(config)})
@@ -139,7 +140,7 @@ def test_a_second_export_of_the_same_checkpoint_is_skipped_and_says_so(
 
 def test_a_plan_that_asks_for_other_graphs_has_its_export_made_again(exported: Path) -> None:
     """As a resume with other export.precisions does."""
-    plan, existing = RunPlan.read(exported / "plan.json"), ExportedModel.read(exported / "export" / "export.json")
+    plan, existing = read_plan(exported), ExportedModel.read(exported / "export" / "export.json")
     lacks = {
         precision: lacks_graphs(existing, asking(plan, precisions=["fp32", precision]))
         for precision in ("fp16", "int8", "int4")
@@ -200,7 +201,7 @@ def test_files_that_give_other_logits_end_the_export_with_a_report_and_the_cure(
 def test_experts_that_do_not_fit_in_memory_when_copied_for_each_token_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = RunPlan.read(tiny_run(tmp_path / "run") / "plan.json")
+    plan = read_plan(tiny_run(tmp_path / "run"))
     config = AutoConfig.for_model(
         "mixtral", hidden_size=64, intermediate_size=64, num_local_experts=4, vocab_size=VOCAB
     )

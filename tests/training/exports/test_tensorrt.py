@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import training.exports.tensorrt
+from tests.support.configs import read_plan
 from tests.support.tiny_run import tiny_run
 from training.build_engine import build_engines, main
 from training.export import export_run
 from training.exports.tensorrt import ShapeRange, profiles, why_no_tensorrt, within
-from training.records.plan import RunPlan
 
 DECODE = {
     "input_ids": ["batch", "length"],
@@ -66,7 +66,7 @@ def test_engines_give_the_models_logits(tmp_path: Path) -> None:
         pytest.skip(why)
     run_dir = tiny_run(tmp_path / "run", precisions=["fp32", "fp16"], latency_seconds=1)
     export_run(run_dir)
-    report = build_engines(run_dir / "export", plan=RunPlan.read(run_dir / "plan.json"))
+    report = build_engines(run_dir / "export", plan=read_plan(run_dir))
     assert {engine.file for engine in report.engines} == {
         "model.plan", "decode.plan", "model_fp16.plan", "decode_fp16.plan"
     }  # fmt: skip

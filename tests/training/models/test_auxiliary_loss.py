@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.configs import reasons
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
-from tests.support.tiny_shards import VOCAB
+from tests.support.tiny_shards import VOCAB, MakeRun
 from tests.training.strategies.test_strategies import (
     COMMON,
     LOSS_BOUND,
@@ -82,7 +83,7 @@ def auxiliary_losses(plan_path: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Callable[[str], Path], make_run: Callable[..., Path]) -> Callable[[str], Path]:
+def alone(folder: Callable[[str], Path], make_run: MakeRun) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
 
     def run(model_type: str) -> Path:
@@ -145,7 +146,7 @@ def test_training_minimizes_the_loss_that_transformers_computes(
     "layout", ["ddp", "fsdp", "zero2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "zero3"))]
 )
 def test_ranks_add_it_as_one_process_does(
-    layout: str, folder: Callable[[str], Path], alone: Callable[[str], Path], make_run: Callable[..., Path]
+    layout: str, folder: Callable[[str], Path], alone: Callable[[str], Path], make_run: MakeRun
 ) -> None:
     ranks, parallel = LAYOUTS[layout]
     plan_path = make_run(f"mixtral {layout}", ranks=ranks, **settings(folder("mixtral")), **parallel)
@@ -157,7 +158,7 @@ def test_ranks_add_it_as_one_process_does(
 
 @pytest.mark.slow
 def test_it_is_added_through_recomputed_layers_too(
-    folder: Callable[[str], Path], alone: Callable[[str], Path], make_run: Callable[..., Path]
+    folder: Callable[[str], Path], alone: Callable[[str], Path], make_run: MakeRun
 ) -> None:
     again = {"train__activation_checkpointing": "full", "parallel__strategy": "single"}
     plan_path = make_run("mixtral recomputed", **settings(folder("mixtral")), **again)
@@ -167,7 +168,7 @@ def test_it_is_added_through_recomputed_layers_too(
 
 @pytest.mark.parametrize("mesh", ["tp", "pp", "cp"])
 def test_meshes_that_cut_the_model_are_refused_when_the_run_is_planned(
-    mesh: str, folder: Callable[[str], Path], make_run: Callable[..., Path]
+    mesh: str, folder: Callable[[str], Path], make_run: MakeRun
 ) -> None:
     with pytest.raises(
         ValueError, match=f"models of type mixtral cannot be split by parallel.{mesh} = 2: its config.json asks for"
@@ -175,19 +176,17 @@ def test_meshes_that_cut_the_model_are_refused_when_the_run_is_planned(
         make_run(f"mixtral {mesh}", ranks=2, **settings(folder("mixtral")), **{f"parallel__{mesh}": 2})
 
 
-def test_compiled_layers_are_refused_when_the_run_is_planned(
-    folder: Callable[[str], Path], make_run: Callable[..., Path]
-) -> None:
+def test_compiled_layers_are_refused_when_the_run_is_planned(folder: Callable[[str], Path], make_run: MakeRun) -> None:
     with pytest.raises(ValueError, match="output_router_logits=true, and the balance loss cannot be collected from"):
         make_run("mixtral compiled", **settings(folder("mixtral")), train__compile=True)
 
 
 def test_the_plan_says_what_is_added_and_that_further_words_are_not_predicted(
-    tmp_path: Path, make_run: Callable[..., Path]
+    tmp_path: Path, make_run: MakeRun
 ) -> None:
     config_of("mixtral", num_nextn_predict_layers=1).save_pretrained(tmp_path)
     plan = RunPlan.read(make_run("said", **settings(tmp_path) | {"model__init": "random"}))
-    loss, further = [reason for reason in plan.reasons if reason.startswith("loss: ")]
+    loss, further = reasons(plan, "loss: ")
     assert "output_router_logits=true in config.json adds the class's balance loss" in loss
     assert "the metric auxiliary_loss is the mean of a step's micro-batches" in loss
     assert "num_nextn_predict_layers=1; the class that transformers trains has no such layers" in further

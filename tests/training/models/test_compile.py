@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
+from tests.support.tiny_shards import MakeRun
 from training.models.document_attention import CPU_CONTEXT
 
 PROGRAM = "tests.programs.no_recompilation"
@@ -25,7 +25,7 @@ def losses(plan_path: Path) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "packing"), [("single", "documents"), ("cp", "stream")])
 def test_compiled_layers_train_as_eager_ones_do_and_nothing_is_compiled_again_after_the_first_step_and_validation(
-    layout: str, packing: str, make_run: Callable[..., Path]
+    layout: str, packing: str, make_run: MakeRun
 ) -> None:
     ranks, parallel = LAYOUTS.get(layout, (1, {"parallel__strategy": "single"}))
     config = {
@@ -56,7 +56,7 @@ def test_compiled_layers_train_as_eager_ones_do_and_nothing_is_compiled_again_af
     ],
 )
 def test_nothing_is_compiled_again_with_dropout_in_any_layout(
-    layout: str, architecture: str, packing: str, make_run: Callable[..., Path]
+    layout: str, architecture: str, packing: str, make_run: MakeRun
 ) -> None:
     ranks, parallel = LAYOUTS.get(layout, (1, {"parallel__strategy": "single"}))
     model = {"model__architecture": architecture, "model__kv_heads": 2 if architecture == "llama" else 0}

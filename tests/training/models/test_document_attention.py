@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+from tests.support.plain_torch import LargestTensor
 from training.models import document_attention
 from training.models.document_attention import (
     CPU_CONTEXT,
@@ -59,18 +58,6 @@ def model_of(architecture: str) -> LanguageModel:
     return LanguageModel(auto.from_config(AutoConfig.for_model(architecture, **sizes[architecture])), precision="fp32")
 
 
-class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that an operator returns."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.numbers = max([self.numbers, *(tensor.numel() for tensor in tensors)])
-        return result
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
 def test_loss_and_gradients_are_those_of_a_dense_mask_which_is_never_made(
     architecture: str, monkeypatch: pytest.MonkeyPatch
@@ -81,11 +68,11 @@ def test_loss_and_gradients_are_those_of_a_dense_mask_which_is_never_made(
     for way, shortest in (("by document", 0), ("dense", CONTEXT + 1)):
         monkeypatch.setattr(document_attention, "CPU_CONTEXT", shortest)
         model.zero_grad()
-        with Largest() as largest:
+        with LargestTensor() as largest:
             loss = model(*tokens, documents=documents)
             loss.backward()
         found[way] = loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert (largest.numbers < documents.numel() * CONTEXT) == (way == "by document")
+        assert (largest.numel < documents.numel() * CONTEXT) == (way == "by document")
     (loss, gradients), (dense_loss, dense_gradients) = found.values()
     torch.testing.assert_close(loss, dense_loss, rtol=1e-6, atol=0)
     assert gradients.keys() == dense_gradients.keys()

@@ -16,13 +16,12 @@ import torch
 from packaging.requirements import Requirement
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from tests.support import tiny_configs
 from tests.support.families import UNLIKE, counted, refusals, report, why_not_planned
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
 from tests.support.repository import REPO
 from tests.support.tiny_configs import all_types, has_plan, is_masked, missing_kinds, tiny_config
-from tests.support.tiny_shards import VOCAB
+from tests.support.tiny_shards import VOCAB, MakeRun
 from tests.training.strategies.test_strategies import COMMON, DATA, SMALL, WEIGHT_BOUND, assert_equal_training
 from training.facts import families
 from training.facts.families import Ability, can
@@ -47,24 +46,6 @@ def admitted(*types: str) -> dict[str, Any]:
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_moe", "gemma4_text", "jamba", "deepseek_v4", "doge"])
 def test_a_tiny_config_has_every_kind_of_layer_of_its_class(model_type: str) -> None:
     assert missing_kinds(model_type) == []
-
-
-@pytest.mark.parametrize(
-    ("model_type", "fields", "missing"),
-    [
-        ("lfm2", {"layer_types": ["full_attention"] * 4}, ["Lfm2DecoderLayer makes Lfm2ShortConv", "layers conv"]),
-        ("qwen2_moe", {"mlp_only_layers": []}, ["Qwen2MoeDecoderLayer makes Qwen2MoeMLP"]),  # shared experts are such
-        ("bamba", {"attn_layer_indices": []}, ["BambaDecoderLayer makes BambaAttention", "layers full_attention"]),
-        ("ministral", {"layer_types": ["sliding_attention"] * 4}, ["layers full_attention"]),
-        ("glm4_moe", {"use_qk_norm": False}, ["Glm4MoeAttention makes Glm4MoeRMSNorm"]),
-    ],
-)
-def test_a_kind_of_layer_that_a_tiny_config_lacks_is_named(
-    model_type: str, fields: dict[str, Any], missing: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = tiny_configs.PER_TYPE.get(model_type, {})
-    monkeypatch.setitem(tiny_configs.PER_TYPE, model_type, known | fields)
-    assert missing_kinds(model_type) == missing
 
 
 @pytest.mark.long
@@ -108,7 +89,7 @@ def test_nearly_every_type_that_has_a_plan_is_equal() -> None:
 
 def test_what_is_right_with_pp_and_with_tp_but_not_with_both_is_refused_together(
     folder: Callable[[str], Path],
-    make_run: Callable[..., Path],
+    make_run: MakeRun,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -127,7 +108,7 @@ def test_what_is_right_with_pp_and_with_tp_but_not_with_both_is_refused_together
 
 
 def test_what_is_wrong_only_under_fsdp_is_refused_only_there(
-    folder: Callable[[str], Path], make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    folder: Callable[[str], Path], make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(families._table()["types"], "qwen3", refusals({"fsdp_tp_pp": "its loss is 2.0 instead of 1.0"}))
     config = settings("qwen3", folder("qwen3")) | SPLIT_BOTH_WAYS
@@ -191,7 +172,7 @@ def settings(model_type: str, path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Callable[[str], Path], make_run: Callable[..., Path]) -> Callable[..., Path]:
+def alone(folder: Callable[[str], Path], make_run: MakeRun) -> Callable[..., Path]:
     made: dict[str, Path] = {}
 
     def run(model_type: str, packing: str = "stream") -> Path:
@@ -236,7 +217,7 @@ def test_ranks_train_a_family_as_one_process_does(
     packing: str,
     folder: Callable[[str], Path],
     alone: Callable[..., Path],
-    make_run: Callable[..., Path],
+    make_run: MakeRun,
 ) -> None:
     ranks, overrides = LAYOUTS[layout]
     config = settings(model_type, folder(model_type)) | DATA[packing] | overrides
@@ -344,15 +325,13 @@ def test_what_a_type_cannot_do_is_refused_by_its_name(
     overrides: dict[str, Any],
     words: str,
     folder: Callable[[str], Path],
-    make_run: Callable[..., Path],
+    make_run: MakeRun,
 ) -> None:
     with pytest.raises(ValueError, match=words):
         make_run("refused", ranks=2, **settings(model_type, folder(model_type)) | overrides)
 
 
-def test_key_value_heads_of_some_layers_are_shared_too(
-    folder: Callable[[str], Path], make_run: Callable[..., Path]
-) -> None:
+def test_key_value_heads_of_some_layers_are_shared_too(folder: Callable[[str], Path], make_run: MakeRun) -> None:
     path = folder("mimo_v2_flash")
     config = AutoConfig.from_pretrained(path)
     config.swa_num_key_value_heads = 1
@@ -361,7 +340,7 @@ def test_key_value_heads_of_some_layers_are_shared_too(
         make_run("refused", ranks=2, **settings("mimo_v2_flash", path) | {"parallel__tp": 2})
 
 
-def test_masked_and_next_words_have_one_cure_each(folder: Callable[[str], Path], make_run: Callable[..., Path]) -> None:
+def test_masked_and_next_words_have_one_cure_each(folder: Callable[[str], Path], make_run: MakeRun) -> None:
     for model_type in ("xlm-roberta", "modernbert"):
         config = settings(model_type, folder(model_type))
         with pytest.raises(ValueError, match=r"set model\.architecture=bert"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.support.configs import inventory, tiny_config
 from tests.support.ranks import run_ranks
+from tests.support.tiny_shards import MakeRun
 from training.checkpoint.safetensors_files import TensorFiles
 from training.models.freezing import freeze, trainable_parameters
 from training.models.language_model import build_model
@@ -68,7 +69,7 @@ def is_frozen(name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def alone(make_run: Callable[..., Path]) -> Path:
+def alone(make_run: MakeRun) -> Path:
     plan_path = make_run(
         "frozen-alone", parallel__strategy="single", train__steps=STEPS, train__freeze=PATTERNS, model__dropout=0.0
     )
@@ -108,7 +109,7 @@ def test_metrics_say_how_many_parameters_are_trained(alone: Path) -> None:
     ],
 )
 def test_every_strategy_freezes_the_same(
-    name: str, ranks: int, parallel: dict[str, Any], alone: Path, make_run: Callable[..., Path]
+    name: str, ranks: int, parallel: dict[str, Any], alone: Path, make_run: MakeRun
 ) -> None:
     plan_path = make_run(
         f"frozen-{name}", ranks=ranks, train__steps=STEPS, train__freeze=PATTERNS, model__dropout=0.0, **parallel
@@ -120,14 +121,14 @@ def test_every_strategy_freezes_the_same(
         assert difference == 0.0 if is_frozen(key) else difference < 2e-5, key
 
 
-def test_a_pipeline_stage_without_anything_to_train_is_refused_with_the_cure(make_run: Callable[..., Path]) -> None:
+def test_a_pipeline_stage_without_anything_to_train_is_refused_with_the_cure(make_run: MakeRun) -> None:
     plan_path = make_run("frozen-stage", ranks=2, parallel__pp=2, train__freeze=("*embed_tokens*", "model.layers.0.*"))
     with pytest.raises(AssertionError, match="leaves a pipeline stage nothing to train: freeze less, or lower"):
         run_ranks(plan_path)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)])
-def test_a_resumed_run_can_freeze_more(strategy: str, make_run: Callable[..., Path]) -> None:
+def test_a_resumed_run_can_freeze_more(strategy: str, make_run: MakeRun) -> None:
     overrides = {"parallel__strategy": strategy, "train__steps": 3, "train__schedule": "constant"}
     plan_path = make_run(f"freezes-more-{strategy}", ranks=2, **overrides)
     run_ranks(plan_path)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.support.configs import reasons
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
 from tests.support.repository import REPO
-from tests.support.tiny_shards import VOCAB
+from tests.support.tiny_shards import VOCAB, MakeRun
 from tests.training.strategies.test_strategies import COMMON, assert_equal_training
 from training.models.language_model import build_model
 from training.models.pretrained import load_pretrained
@@ -33,7 +34,7 @@ def neox(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(neox: str, make_run: Callable[..., Path]) -> Callable[[str], Path]:
+def alone(neox: str, make_run: MakeRun) -> Callable[[str], Path]:
     """The run of one process; made once per packing."""
     made: dict[str, Path] = {}
 
@@ -50,19 +51,13 @@ def alone(neox: str, make_run: Callable[..., Path]) -> Callable[[str], Path]:
 @pytest.mark.parametrize("layout", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "zero3"))])
 @pytest.mark.parametrize("packing", ["stream", "padded"])
 def test_a_generic_class_trains_under_the_data_parallel_strategies(
-    layout: str, packing: str, neox: str, alone: Callable[[str], Path], make_run: Callable[..., Path]
+    layout: str, packing: str, neox: str, alone: Callable[[str], Path], make_run: MakeRun
 ) -> None:
     config = CONFIG | {"model__path": neox, "train__packing": packing}
     ranks, parallel = LAYOUTS[layout]
     shared = make_run(f"{layout} {packing}", ranks=ranks, **config, **parallel, train__micro_batch=1)
     run_ranks(shared)
     assert_equal_training(alone(packing), shared)
-
-
-@pytest.mark.parametrize("packing", ["stream", "padded"])
-def test_a_generic_class_learns(packing: str, alone: Callable[[str], Path]) -> None:
-    logged = losses(alone(packing))
-    assert logged[STEPS] < logged[1] - 0.2
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -83,7 +78,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_random_weights_of_classes_with_other_field_names_train(
-    model_type: str, tmp_path: Path, make_run: Callable[..., Path]
+    model_type: str, tmp_path: Path, make_run: MakeRun
 ) -> None:
     config = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0, **OTHERS[model_type]}
     AutoConfig.for_model(model_type, **config).save_pretrained(tmp_path)
@@ -100,12 +95,12 @@ def test_random_weights_of_classes_with_other_field_names_train(
 
 @pytest.mark.parametrize(("rows", "end_id"), [(18, 0), (18, 60)])
 def test_positions_that_are_counted_from_the_pad_token_on_suffice(
-    rows: int, end_id: int, tmp_path: Path, make_run: Callable[..., Path]
+    rows: int, end_id: int, tmp_path: Path, make_run: MakeRun
 ) -> None:
     AutoConfig.for_model("roberta", **SIZES, vocab_size=VOCAB, max_position_embeddings=rows).save_pretrained(tmp_path)
     settings = {"model__architecture": "bert", "model__path": str(tmp_path), "train__context": 16}
     plan = RunPlan.read(make_run(f"positions {end_id}", **settings)).model_copy(update={"end_id": end_id})
-    assert any("its table gets 17 rows for the 16 positions" in reason for reason in plan.reasons)
+    assert reasons(plan, "its table gets 17 rows for the 16 positions")
     model = build_model(plan)
     inputs = torch.full((1, 16), 7)
     assert model(inputs, inputs).isfinite()
@@ -113,7 +108,7 @@ def test_positions_that_are_counted_from_the_pad_token_on_suffice(
         make_run("too long", **settings | {"train__context": 17})
 
 
-def test_a_class_that_reads_images_is_refused_by_name(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+def test_a_class_that_reads_images_is_refused_by_name(tmp_path: Path, make_run: MakeRun) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma3n", "text_config": {"hidden_size": 32}}')
     with pytest.raises(
         ValueError, match=r"of type gemma3n, whose config.json has none of hidden_size, .* beside text_config"

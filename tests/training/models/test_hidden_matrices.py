@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from tests.support.tiny_configs import on_meta, tiny_config
-from training.config.train import TrainConfig
 from training.models.hidden_matrices import HiddenMatrix, hidden_matrices
 from training.models.sizes import sizes_of
 from training.models.split_outputs import Split
-from training.runtime.tensor_cut import whole_on_each
-from training.strategies.muon import Held, Muon
-from training.strategies.optim import build_adamw, parameter_groups
+from training.strategies.optim import parameter_groups
 
 
 def found(model_type: str, **fields: Any) -> dict[str, HiddenMatrix]:
@@ -76,48 +71,6 @@ def test_matrices_whose_places_are_not_found_are_refused_by_name(model_type: str
     ):
         hidden_matrices(hf)
     assert name in sizes_of(hf, counted="").why_not_muon
-
-
-@pytest.mark.parametrize(
-    ("shape", "matrix"),
-    [
-        ((96, 64), HiddenMatrix(0, Split((64, 16, 16)))),  # Falcon
-        ((256, 64), HiddenMatrix(0, Split((8, 8, 24, 24), 4))),  # Qwen3-Next
-        ((3, 32, 48), HiddenMatrix(2, Split((1, 1), 24))),  # gpt-oss
-        ((64, 192), HiddenMatrix(1, Split((64, 64, 64)))),  # GPT-2
-    ],
-    ids=["falcon", "qwen3_next", "gpt_oss", "gpt2"],
-)
-def test_the_update_of_a_joined_tensor_is_that_of_its_matrices(shape: tuple[int, ...], matrix: HiddenMatrix) -> None:
-    torch.manual_seed(0)
-    joined = nn.Parameter(torch.randn(shape))
-    parts = [nn.Parameter(each.clone()) for part in matrix.apart(joined.detach()) for each in part]
-    train = TrainConfig(optimizer="muon", learning_rate=0.01)
-
-    def optimizer(parameters: list[nn.Parameter], how: HiddenMatrix) -> Muon:
-        held = {p: Held(str(n), how, whole_on_each(p.detach(), [0]), None) for n, p in enumerate(parameters)}
-        model = nn.ParameterDict({str(n): p for n, p in enumerate(parameters)})
-
-        def build(groups: list[dict[str, Any]], **named: Any) -> Muon:
-            return Muon(groups, held, peers=(0,), group=None, tp=1, **named)
-
-        made = build_adamw(model, train, fused=True, build=build)
-        for p in parameters:
-            made.state[p] = {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(p)}
-        assert isinstance(made, Muon)
-        return made
-
-    both = optimizer([joined], matrix), optimizer(parts, HiddenMatrix())
-    for _ in range(2):
-        joined.grad = torch.randn(shape)
-        grads = [each for part in matrix.apart(joined.grad.clone()) for each in part]
-        for part, grad in zip(parts, grads, strict=True):
-            part.grad = grad
-        for each in both:
-            each.step()
-    got = [each for part in matrix.apart(joined.detach()) for each in part]
-    for one, other in zip(got, parts, strict=True):
-        torch.testing.assert_close(one, other.detach(), rtol=0, atol=0.01 * 0.01)  # a bf16 rounding of the update
 
 
 @pytest.mark.parametrize(

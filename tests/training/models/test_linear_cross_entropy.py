@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.support.plain_torch import LargestTensor
 from training.data.batch import IGNORED
 from training.facts.loss_chunks import chunk_tokens
 from training.models.linear_cross_entropy import (
@@ -34,20 +33,32 @@ def made(tokens: int, width: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, T
     return hidden, weight, bias, targets
 
 
+def assert_equal(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize("tokens", [5, CHUNK_TOKENS, CHUNK_TOKENS + 3])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_value_and_gradients_are_those_of_cross_entropy(tokens: int, with_bias: bool) -> None:
+@pytest.mark.parametrize("softmax", [softmax_, fused_softmax_])
+@pytest.mark.parametrize("z", [0.0, 0.1])
+def test_value_and_gradients_are_those_of_cross_entropy_and_the_squared_logarithm_of_the_softmax_sum(
+    tokens: int, with_bias: bool, softmax: Softmax, z: float
+) -> None:
     hidden, weight, bias, targets = made(tokens, 8, 13)
-    inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
-    loss = linear_cross_entropy(hidden, weight, bias if with_bias else None, targets)
+    inputs, given = (hidden, weight, bias)[: 2 + with_bias], bias if with_bias else None
+    z_loss = ZLoss(z) if z else None
+    loss = linear_cross_entropy(hidden, weight, given, targets, softmax=softmax, z_loss=z_loss)
     got = torch.autograd.grad(loss * 0.5, inputs)
     logits = hidden @ weight.t() + (bias if with_bias else 0)
-    expected_loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    expected = torch.autograd.grad(expected_loss * 0.5, inputs)
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    scored, right = linear_scores(hidden, weight, bias if with_bias else None, targets)
+    squares = z * logits.logsumexp(-1)[targets != IGNORED].square().sum()
+    expected = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") + squares
+    assert_equal(got, torch.autograd.grad(expected * 0.5, inputs))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    if z_loss:
+        torch.testing.assert_close(z_loss.take(loss.device), squares.detach(), rtol=1e-5, atol=0)
+        assert z_loss.take(loss.device) == 0
+    scored, right = linear_scores(hidden, weight, given, targets)
     expected_losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     torch.testing.assert_close(scored, expected_losses, rtol=1e-5, atol=1e-6)
     assert torch.equal(right, logits.argmax(-1) == targets)
@@ -74,31 +85,13 @@ def test_in_16_bits_only_the_products_are_rounded(dtype: torch.dtype, softmax: S
     assert (got[0][sure] - expected[0][sure]).norm() < 0.03 * expected[0][sure].norm()
 
 
-@pytest.mark.parametrize("softmax", [softmax_, fused_softmax_])
-def test_a_z_loss_adds_the_squared_logarithm_of_the_softmax_sum(softmax: Softmax) -> None:
-    hidden, weight, bias, targets = made(CHUNK_TOKENS + 3, 8, 13)
-    z_loss = ZLoss(0.1)
-    loss = linear_cross_entropy(hidden, weight, bias, targets, softmax=softmax, z_loss=z_loss)
-    got = torch.autograd.grad(loss, (hidden, weight, bias))
-    logits = hidden @ weight.t() + bias
-    squares = logits.logsumexp(-1)[targets != IGNORED].square()
-    expected_loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") + 0.1 * squares.sum()
-    expected = torch.autograd.grad(expected_loss, (hidden, weight, bias))
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
-    torch.testing.assert_close(z_loss.take(loss.device), 0.1 * squares.sum().detach(), rtol=1e-5, atol=0)
-    assert z_loss.take(loss.device) == 0
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
-
-
 def test_words_that_only_fill_up_to_a_multiple_of_128_cannot_be_told() -> None:
     hidden, weight, bias, targets = made(40, 8, 12_929)
     found = []
     for multiple in (1, 128):
         loss = linear_cross_entropy(hidden, weight, bias, targets, multiple=multiple)
         found.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
-    for plain, padded in zip(*found, strict=True):
-        torch.testing.assert_close(padded, plain, rtol=1e-5, atol=1e-5)
+    assert_equal(*found)
 
 
 @pytest.mark.gpu
@@ -120,17 +113,6 @@ def test_a_frozen_output_layer_gets_no_gradient() -> None:
     linear_cross_entropy(hidden, weight.detach(), None, targets).backward()
     assert hidden.grad is not None
     assert weight.grad is None
-
-
-class LargestTensor(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))])
-        return result
 
 
 def test_the_logits_of_a_large_vocabulary_never_exist_whole() -> None:

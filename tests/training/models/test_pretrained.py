@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import shutil
@@ -17,13 +16,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.planning.plan import plan_run
-from tasks.planning.pretrained import check_tokenizer, check_weights
-from tasks.planning.pretrained import hf_config as model_config
+from tasks.planning.pretrained import check_tokenizer, check_weights, hf_config
 from tests.support.configs import inventory, tiny_config
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import Ranks, losses, run_ranks
 from tests.support.tiny_run import byte_tokenizer
-from tests.support.tiny_shards import VOCAB
+from tests.support.tiny_shards import VOCAB, MakeRun
+from training.config.run import RunConfig
 from training.data.loader import Loader
 from training.facts.cures import Cure
 from training.models.language_model import build_model
@@ -236,25 +235,38 @@ WRAPPED: dict[str, Callable[[str], str]] = {
     ),
     "FSDP": lambda name: f"_fsdp_wrapped_module.{name}".replace("layers.1.", "layers.1._checkpoint_wrapped_module."),
 }
-UNFIT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
+
+
+def lacking(part: str) -> Callable[[Path], Path]:
+    return lambda folder: changed(folder, lambda all_: {name: all_[name] for name in all_ if part not in name})
+
+
+def adding(name: str, *shape: int) -> Callable[[Path], Path]:
+    return lambda folder: changed(folder, lambda tensors: tensors | {name: torch.ones(shape)})
+
+
+def without_an_expert(folder: Path) -> Path:
+    save(folder, "mixtral", num_key_value_heads=2, num_local_experts=4)
+    return lacking("0.block_sparse_moe.experts.1.w1")(folder)
+
+
+UNFIT: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a layer's MLP": (
-        lambda tensors: {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name},
+        lacking("layers.1.mlp"),
         r"it lacks model\.layers\.1\.mlp\.down_proj\.weight, .*up_proj\.weight: random numbers",
     ),
     "an untied head": (
-        lambda tensors: {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"},
+        lacking("lm_head.weight"),
         r"it lacks lm_head\.weight: random numbers would take their place: give the whole model",
     ),
-    "another shape": (
-        lambda tensors: tensors | {"model.norm.weight": torch.ones(7)},
-        r"model\.norm\.weight is \[7\] instead of \[32\]",
-    ),
+    "an expert": (without_an_expert, r"model\.layers\.0\.mlp\.experts\.gate_up_proj cannot be made"),
+    "another shape": (adding("model.norm.weight", 7), r"model\.norm\.weight is \[7\] instead of \[32\]"),
     "a third layer": (
-        lambda tensors: tensors | {"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32)},
+        adding("model.layers.2.mlp.up_proj.weight", 48, 32),
         r"it has model\.layers\.2\.mlp\.up_proj\.weight besides: a part of the model would be dropped",
     ),
     "an unknown prefix": (
-        each_named(lambda name: f"net.{name}"),
+        lambda folder: changed(folder, each_named(lambda name: f"net.{name}")),
         r"it lacks .*model\.layers\.\*\.mlp\.up_proj\.weight \(2\).*; it has .*net\.model\.norm\.weight besides",
     ),
 }
@@ -274,27 +286,6 @@ def test_the_names_that_wrappers_give_are_taken_back_and_this_is_said(
     assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.state_dict().items())
 
 
-@pytest.mark.parametrize("case", UNFIT)
-def test_tensors_that_do_not_fit_their_class_are_refused_by_name(case: str, tmp_path: Path) -> None:
-    change, message = UNFIT[case]
-    folder = changed(untied(tmp_path / "model"), change)
-    for check in (check_headers, functools.partial(load_pretrained, dtype=torch.float32)):
-        with pytest.raises(ValueError, match=message) as error:
-            check(auto_class_of("causal"), folder)
-        assert "\x1b" not in str(error.value)
-
-
-def test_an_expert_that_is_missing_is_refused_by_the_name_of_its_group(tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", "mixtral", num_key_value_heads=2, num_local_experts=4)
-    changed(
-        folder,
-        lambda tensors: {name: tensors[name] for name in tensors if "0.block_sparse_moe.experts.1.w1" not in name},
-    )
-    for check in (check_headers, functools.partial(load_pretrained, dtype=torch.float32)):
-        with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj cannot be made"):
-            check(auto_class_of("causal"), folder)
-
-
 @pytest.mark.parametrize(
     ("model_type", "added"),
     [("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"), ("gpt2", "transformer.h.0.attn.bias")],
@@ -312,22 +303,6 @@ def test_a_file_of_weights_that_is_not_the_models_is_not_read(tmp_path: Path) ->
     changed(folder, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     save_file({"lm_head.weight": torch.ones(2, 2)}, folder / "model-old.safetensors")
     check_headers(auto_class_of("causal"), folder)
-
-
-def test_the_head_node_refuses_such_a_folder_before_the_corpus_is_tokenized(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = changed(untied(tmp_path / "model"), UNFIT["an untied head"][0])
-    changed(folder, each_named(WRAPPED["DDP"]))
-    refused = r"^model\.path: .*does not fit its class, LlamaForCausalLM: it lacks lm_head"
-    with caplog.at_level(logging.INFO), pytest.raises(ValueError, match=refused):
-        check_weights(pretrained(folder))
-    assert "were taken off" in caplog.text
-    with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
-        check_weights(pretrained(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(b"half of")
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read as safetensors .*: copy it again"):
-        check_weights(pretrained(tmp_path))
 
 
 QUICK, LAYOUT = {"single", "pp"}, ("single", "ddp", "fsdp", "zero2", "tp", "pp")
@@ -367,45 +342,48 @@ def with_code(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (with_code, r"^model\.path: transformers .* contains custom code .* is never run$"),
-        (quantized, f"quantization_config, by gptq.*: {Cure.UNQUANTIZED}$"),
-        (lambda folder: quantized(folder, "int4"), "quantization_config, by 'int4'"),
-        (adapted, "has an adapter .*some/base.*: merge it with peft"),
-        (lambda folder: folder / "model.safetensors", "is a file: give the folder"),
-        (cut_short, r"model\.safetensors cannot be read as safetensors \(.*not fully covered\): copy it again"),
-        (in_integers, r"has integers in \S+\.weight \(I8\): quantized weights"),
-        (said_to_be_tied, "two unlike matrices: set tie_word_embeddings to false"),
-    ],
-    ids=[
-        "code",
-        "quantized",
-        "quantized somehow",
-        "adapter",
-        "file",
-        "cut short",
-        "integers",
-        "tied by config.json alone",
-    ],
-)
-def test_weights_that_would_train_as_another_model_are_refused(
-    spoil: Callable[[Path], Path], words: str, tmp_path: Path
+SPOILED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "code": (with_code, r"^model\.path: transformers .* contains custom code .* is never run$"),
+    "quantized": (quantized, f"quantization_config, by gptq.*: {Cure.UNQUANTIZED}$"),
+    "quantized somehow": (lambda folder: quantized(folder, "int4"), "quantization_config, by 'int4'"),
+    "adapter": (adapted, "has an adapter .*some/base.*: merge it with peft"),
+    "file": (lambda folder: folder / "model.safetensors", "is a file: give the folder"),
+    "cut short": (
+        cut_short,
+        r"model\.safetensors cannot be read as safetensors \(.*not fully covered\): copy it again",
+    ),
+    "integers": (in_integers, r"has integers in \S+\.weight \(I8\): quantized weights"),
+    "tied by config.json alone": (said_to_be_tied, "two unlike matrices: set tie_word_embeddings to false"),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink() or folder,
+        r"has neither model\.safetensors nor",
+    ),
+}
+
+
+def refuse(config: RunConfig) -> None:
+    hf_config(config.model)
+    check_weights(config)
+
+
+@pytest.mark.parametrize("case", UNFIT | SPOILED)
+def test_weights_that_would_train_as_another_model_are_refused_before_the_corpus_is_tokenized(
+    case: str, tmp_path: Path
 ) -> None:
-    path = spoil(untied(tmp_path))
-
-    def check() -> None:
-        model_config(pretrained(path).model)
-        check_headers(auto_class_of("causal"), path)
-
-    with pytest.raises(ValueError, match=words):
-        check()
+    spoil, message = (UNFIT | SPOILED)[case]
+    path = spoil(untied(tmp_path / "model"))
+    with pytest.raises(ValueError, match=message) as error:
+        refuse(pretrained(path))
+    assert "\x1b" not in str(error.value)
+    if case in UNFIT:
+        assert str(error.value).startswith("model.path: ")
+        with pytest.raises(ValueError, match=message):  # as a rank does
+            load_pretrained(auto_class_of("causal"), path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in LAYOUT])
 def test_ranks_take_off_prefixes_and_end_before_the_first_step_without_a_layer(
-    layout: str, make_run: Callable[..., Path], tmp_path: Path
+    layout: str, make_run: MakeRun, tmp_path: Path
 ) -> None:
     ranks, parallel = LAYOUTS.get(layout, (1, {"parallel__strategy": "single"}))
     folder = changed(untied(tmp_path / "model"), each_named(WRAPPED["both"]))
@@ -415,7 +393,7 @@ def test_ranks_take_off_prefixes_and_end_before_the_first_step_without_a_layer(
     run_ranks(plan_path)
     changed(folder, each_named(lambda name: name.replace("module._orig_mod.", "")))
     assert losses(plan_path)[1] == pytest.approx(loss_of_step(1, folder, RunPlan.read(plan_path)), rel=1e-5)
-    changed(folder, UNFIT["a layer's MLP"][0])
+    UNFIT["a layer's MLP"][0](folder)
     refused = Ranks(make_run(f"unfit {layout}", ranks=ranks, **config))
     assert any(refused.wait())
     assert "it lacks model.layers.1.mlp.down_proj.weight" in refused.log()

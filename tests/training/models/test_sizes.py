@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.configs import inventory, tiny_config
@@ -93,14 +90,6 @@ def test_our_own_shapes_are_planned_with_what_trains(architecture: str, tied: bo
     plan = own_plan(architecture, tied=tied)
     found = count_model(hf_config(plan), objective=plan.config.objective)
     assert plan.shape.sizes == found.sizes.model_copy(update={"counted": plan.shape.sizes.counted})
-
-
-@pytest.fixture
-def fake_ranks() -> Iterator[DeviceMesh]:
-    """Two tp ranks, of which the other neither computes nor sends."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])

@@ -6,14 +6,14 @@ import json
 import math
 import mmap
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
+from tests.support.tiny_shards import MakeRun
 from training.monitoring.meter import Meter
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
@@ -32,7 +32,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def plan(make_run: Callable[..., Path]) -> RunPlan:
+def plan(make_run: MakeRun) -> RunPlan:
     return RunPlan.read(make_run("metered", train__steps=100))
 
 
@@ -108,7 +108,7 @@ def test_a_checkpoint_in_between_takes_nothing_from_the_next_row(plan: RunPlan) 
     assert meter.row()["loss"] == 1.0
 
 
-def test_steps_left_out_are_counted_and_the_loss_is_that_of_a_step_that_was_made(make_run: Callable[..., Path]) -> None:
+def test_steps_left_out_are_counted_and_the_loss_is_that_of_a_step_that_was_made(make_run: MakeRun) -> None:
     plan = RunPlan.read(make_run("skips", train__on_nonfinite="skip", train__steps=100))
     meter = meter_of(plan, rows=[{"step": 9, "loss": 7.0, "skipped_steps": 2}])
     assert meter.reader.loss == 7.0
@@ -130,7 +130,7 @@ def test_a_step_between_log_points_reads_no_tensor(plan: RunPlan) -> None:
         meter.row()
 
 
-def test_rows_of_two_ranks_have_every_figure(make_run: Callable[..., Path]) -> None:
+def test_rows_of_two_ranks_have_every_figure(make_run: MakeRun) -> None:
     plan_path = make_run("two", ranks=2, train__steps=20, profile__split_every_steps=6, profile__steps=[3])
     run_ranks(plan_path)
     rows = read_rows(plan_path.parent / "metrics.jsonl")

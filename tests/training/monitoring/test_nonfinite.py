@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tasks.planning.plan import plan_run
 from tests.support.configs import inventory, tiny_config
 from tests.support.ranks import Ranks
-from tests.support.tiny_shards import VOCAB
+from tests.support.tiny_shards import VOCAB, MakeRun
 from training.data.loader import Loader
 from training.monitoring.nonfinite import SKIPPED_IN_A_ROW, FiniteCheck, StepOutcome
 from training.records.plan import RunPlan
@@ -108,7 +108,7 @@ def test_skip_leaves_the_step_out_counts_it_and_trains_on(plan_with: Callable[..
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
-def test_a_diverging_run_stops_under_other_strategies_too(strategy: str, make_run: Callable[..., Path]) -> None:
+def test_a_diverging_run_stops_under_other_strategies_too(strategy: str, make_run: MakeRun) -> None:
     plan_path = make_run(
         f"diverges-{strategy}",
         ranks=2,
@@ -130,7 +130,7 @@ def outcomes(plan: RunPlan, *, count: int, **changes: object) -> list[StepOutcom
 
 
 @pytest.fixture(scope="module")
-def fp16_plan(make_run: Callable[..., Path]) -> RunPlan:
+def fp16_plan(make_run: MakeRun) -> RunPlan:
     return RunPlan.read(make_run("fp16", ranks=2, parallel__precision="fp16", train__steps=30))
 
 

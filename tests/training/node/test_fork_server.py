@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.support.ranks import rank_env
+from tests.support.tiny_shards import MakeRun
 from training.node.fork_server import _listener
 
 REPORT = """
@@ -36,7 +35,7 @@ print(json.dumps(report))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_ranks_import_next_to_nothing_themselves(make_run: Callable[..., Path], strategy: str) -> None:
+def test_ranks_import_next_to_nothing_themselves(make_run: MakeRun, strategy: str) -> None:
     path = make_run(f"imports-{strategy}", ranks=1, parallel__strategy=strategy, train__steps=1)
     command, env = [sys.executable, "-c", REPORT, str(path)], rank_env() | {"MLFLOW_RUN_ID": "that of a plan"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)

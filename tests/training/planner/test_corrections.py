@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, reasons, tiny_config
 from training.config.train import BatchPhase
 from training.planner.cluster import MEMORY_SHARE
 from training.planner.corrections import LAST_RUNS, MOST, exposed_s, measurement_of
@@ -86,13 +86,13 @@ def test_the_next_plan_predicts_what_the_run_measured_and_names_the_run() -> Non
     assert after.predicted.correction.runs == ("monday",)
     ratios = zip(after.predicted.step_range_ms, before.predicted.step_range_ms, strict=True)
     assert [now / then for now, then in ratios] == pytest.approx([1.2, 1.2])
-    (why,) = (reason for reason in after.reasons if reason.startswith("predictions: "))
+    (why,) = reasons(after, "predictions: ")
     assert why == (
         "predictions: corrected by what 1 run on this machine (monday) measured: computing 1.20 x as long, "
         "communication "
         "1.20 x, memory 1.10 x"
     )
-    assert not any(reason.startswith("predictions: ") for reason in before.reasons)
+    assert not reasons(before, "predictions: ")
 
 
 def test_corrections_do_not_add_up() -> None:
@@ -117,7 +117,7 @@ def test_one_odd_run_among_the_last_counts_for_little_and_none_for_more_than_the
     alone = planned([ran(before, step=4.0, memory=9.0)])
     assert alone.predicted.step_ms == pytest.approx(MOST * before.predicted.step_ms)
     assert alone.predicted.peak_gib("cpu") == pytest.approx(MOST * before.predicted.peak_gib("cpu"))
-    assert any("computing 1.50 x (the bound) as long" in reason for reason in alone.reasons)
+    assert reasons(alone, "computing 1.50 x (the bound) as long")
     old = [ran(before, step=1.4, run_id=f"old{i}") for i in range(LAST_RUNS)]
     new = [ran(before, step=0.9, run_id=f"new{i}") for i in range(LAST_RUNS)]
     assert planned(old + new).predicted.correction.runs == tuple(f"new{i}" for i in range(LAST_RUNS))
@@ -163,7 +163,7 @@ def test_what_runs_of_several_layouts_showed_of_each_other_decides() -> None:
         assert after.strategy == name
     never = planned([slower, faster], parallel__strategy="zero2")
     assert never.predicted.correction.computing == pytest.approx((1.45 + 0.7) / 2)
-    assert any("as zero2 on 2 ranks did not: 2 runs on this machine (chosen, " in reason for reason in never.reasons)
+    assert reasons(never, "as zero2 on 2 ranks did not: 2 runs on this machine (chosen, ")
     assert never.predicted.correction.memory == 1.0
 
 

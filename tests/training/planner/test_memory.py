@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.planner_vs_published import MEGATRON, compared, markdown, own_rows, shape_of, summary
 from benchmarks.support.published import models, rows
@@ -66,14 +63,6 @@ def test_states_of_a_7_5b_model_by_zero() -> None:
         parts = memory_gib(Step(job, replace(ONE, strategy=strategy, dp=64), MEGATRON, HOST, 64))
         states = sum(parts[part] for part in ("weights", "gradients", "optimizer"))
         assert states * 2**30 / 1e9 == pytest.approx(gigabytes, rel=0.01)
-
-
-@pytest.fixture
-def fake_ranks() -> Iterator[DeviceMesh]:
-    """Two tp ranks, of which the other neither computes nor sends."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, reasons, tiny_config
 from training.planner.plan import make_plan
 from training.planner.price.pricing import host_copies_gib
 from training.records.inventory import Host, Inventory
@@ -33,15 +33,15 @@ def test_a_host_holds_two_copies_of_its_own_files_and_its_neighbours(
 def test_the_plan_says_what_copies_take_and_cost() -> None:
     config = tiny_config(model__width=1024, model__layers=8, model__heads=8, checkpoint__memory_every_steps=10)
     plan = make_plan(config, hosts(4, 4))
-    (reason,) = (reason for reason in plan.reasons if reason.startswith("copies in memory"))
+    (reason,) = reasons(plan, "copies in memory")
     needed = 2 * plan.predicted.checkpoint_gib
     assert reason.startswith(f"copies in memory every 10 steps: up to {needed:.2f} GiB on each host, ")
     assert "% of the steps' time" in reason
     assert "lost with it" not in reason
-    (alone,) = (r for r in make_plan(config, hosts(4)).reasons if r.startswith("copies in memory"))
+    (alone,) = reasons(make_plan(config, hosts(4)), "copies in memory")
     assert alone.endswith("one host keeps no copy for another, so they are lost with it")
     without = tiny_config(model__width=1024, model__layers=8, model__heads=8)
-    assert not any("copies in memory" in reason for reason in make_plan(without, hosts(4, 4)).reasons)
+    assert not reasons(make_plan(without, hosts(4, 4)), "copies in memory")
 
 
 def test_cpu_ranks_share_their_memory_with_the_copies() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, reasons, tiny_config
 from training.planner.plan import make_plan
 from training.records.plan import RunPlan
 from training.shards.packing import Epoch
@@ -52,16 +52,16 @@ def test_sources_without_either_are_seen_once_in_a_pass() -> None:
 def test_the_plan_says_what_is_seen_and_warns_above_four_epochs() -> None:
     made = plan([{"weight": 8}, {"weight": 1}, {"weight": 1}], steps=1000)
     assert "text: a 80.0% of the tokens, 5.82 epochs; b 10.0% of the tokens" in " ".join(made.reasons)
-    warned = [reason for reason in made.reasons if "beyond 4 epochs" in reason]
+    warned = reasons(made, "beyond 4 epochs")
     assert [reason.partition(" ")[0] for reason in warned] == ["a", "b", "c"]
     seldom = plan([{"weight": 8}, {"weight": 1}, {"weight": 1}], steps=100)
-    assert not any("beyond 4 epochs" in reason for reason in seldom.reasons)
+    assert not reasons(seldom, "beyond 4 epochs")
 
 
 def test_a_corpus_that_is_no_mixture_is_warned_of_too() -> None:
     made = make_plan(tiny_config(train__steps=1000), inventory(1), epoch=EPOCH[:1])
     assert epochs(made) == [8.0]
-    assert any("stdlib is seen 8.0 times: beyond 4 epochs" in reason for reason in made.reasons)
+    assert reasons(made, "stdlib is seen 8.0 times: beyond 4 epochs")
     assert made.mixture == ()
 
 
@@ -74,7 +74,7 @@ def test_phases_are_counted_in_steps_or_in_shares_of_the_run() -> None:
     assert [phase.first_step for phase in annealed.mixture] == [0, 900]
     late = plan(weights, steps=40, phases=[{"from_step": 50, "weights": {"b": 1}}])
     assert len(late.mixture) == 1
-    assert any("the phase from step 50 on is not reached" in reason for reason in late.reasons)
+    assert reasons(late, "the phase from step 50 on is not reached")
 
 
 def test_epochs_that_fill_the_run_leave_nothing_to_weights() -> None:

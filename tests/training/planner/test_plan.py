@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import gpus, inventory, reasons, tiny_config
 from training.models.sizes import count_model
 from training.planner.model_shape import flops_per_token
 from training.planner.plan import make_plan
 from training.planner.precision import choose_precision
-from training.records.inventory import Device, Host, Inventory
+from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.shards.packing import Epoch, Packing, one_epoch
 
@@ -32,7 +32,7 @@ def test_a_plan_divides_the_global_batch_exactly() -> None:
 def test_automatic_ranks_divide_the_batch_and_say_who_stays_idle() -> None:
     plan = make_plan(tiny_config(train__global_batch=12, train__micro_batch=0), inventory(8, kind="cuda"))
     assert plan.world_size == 6
-    assert any("2 stay idle" in reason for reason in plan.reasons)
+    assert reasons(plan, "2 stay idle")
 
 
 def test_the_same_inputs_give_the_same_plan() -> None:
@@ -89,6 +89,11 @@ def test_flops_per_token_of_gpt2_small() -> None:
 
 
 REFUSED = [
+    ({"parallel__strategy": "zero2", "parallel__pp": 2}, (1,), "parallel.pp = 2 runs with parallel.strategy=ddp"),
+    ({"parallel__strategy": "zero3", "parallel__tp": 2}, (1,), "parallel.tp = 2 runs with parallel.strategy=ddp, fsdp"),
+    ({"parallel__strategy": "ddp", "parallel__offload": "optimizer"}, (1,), "parallel.offload=optimizer is not there"),
+    ({"parallel__pp_stages_per_rank": 2}, (1,), "needs a pipeline: set parallel.pp above 1"),
+    ({"parallel__strategy": "zero3", "train__compile": True}, (1,), "train.compile=true cannot be had with"),
     ({"parallel__ranks": 4}, (2,), "parallel.ranks = 4, but 1 host with 2 devices: lower parallel.ranks"),
     (
         {"train__micro_batch": 3},
@@ -127,48 +132,42 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused_before_training() -> No
         make_plan(config, inventory(1, kind="cuda", memory_gib=80, disk_gib=1.0))
 
 
-def gpu_inventory(*capabilities: str) -> Inventory:
-    devices = tuple(Device(kind="cuda", name=f"GPU {c}", memory_gib=24, compute_capability=c) for c in capabilities)
-    return Inventory(hosts=(Host(name="h", cores=8, memory_gib=64, disk_free_gib=100, devices=devices),))
-
-
 def test_the_weakest_gpu_decides_the_precision_and_is_named() -> None:
-    assert choose_precision(gpu_inventory("8.0", "9.0"))[0] == "bf16"
-    precision, why = choose_precision(gpu_inventory("8.6", "7.5"))
+    assert choose_precision(gpus("8.0", "9.0"))[0] == "bf16"
+    precision, why = choose_precision(gpus("8.6", "7.5"))
     assert precision == "fp16"
     assert "the weakest of 2 devices, device 1 of h (GPU 7.5), has compute capability 7.5" in why
-    assert choose_precision(gpu_inventory("9.0", "6.1"))[0] == "fp32"
+    assert choose_precision(gpus("9.0", "6.1"))[0] == "fp32"
     with pytest.raises(ValueError, match=r"no bf16 \(from 8\.0 on\): use auto or fp32"):
-        make_plan(tiny_config(parallel__precision="bf16"), gpu_inventory("7.5"))
+        make_plan(tiny_config(parallel__precision="bf16"), gpus("7.5"))
 
 
-def length_of(epoch: tuple[Epoch, ...] | None = EPOCH, **train: Any) -> tuple[int, int]:
+PADDED = (Epoch(sequences=100, tokens=640),)  # 40% full on average
+
+
+@pytest.mark.parametrize(
+    ("epoch", "train", "length"),
+    [
+        (EPOCH, {"steps": 9}, (9, 72)),
+        (EPOCH, {"steps": 9, "max_tokens": 5 * 128 + 127}, (5, 40)),
+        (EPOCH, {"steps": 9, "max_tokens": 10_000}, (9, 72)),
+        (EPOCH, {"max_tokens": 10_000, "max_epochs": 1}, (13, 100)),
+        (EPOCH, {"max_epochs": 1}, (13, 100)),  # within a batch
+        (EPOCH, {"max_epochs": 2}, (25, 200)),
+        (EPOCH, {"max_epochs": 0.29}, (4, 29)),
+        (EPOCH, {"max_epochs": 0.001}, (1, 1)),
+        (EPOCH, {"max_tokens": 640}, (5, 40)),
+        (PADDED, {"max_tokens": 640, "packing": "padded"}, (12, 96)),  # padding does not count
+        (None, {"max_epochs": 1}, (1000, 8000)),  # a dry run cannot count it
+    ],
+)
+def test_the_first_limit_that_is_reached_ends_the_run(
+    epoch: tuple[Epoch, ...] | None, train: dict[str, Any], length: tuple[int, int]
+) -> None:
     """Steps and sequences, with 8 sequences of 16 tokens in a batch."""
-    plan = make_plan(
-        tiny_config(**{f"train__{field}": value for field, value in train.items()}), inventory(1), epoch=epoch
-    )
-    return plan.steps, plan.sequences
-
-
-def test_the_first_limit_that_is_reached_ends_the_run() -> None:
-    assert length_of(steps=9) == (9, 72)
-    assert length_of(steps=9, max_tokens=5 * 128 + 127) == (5, 40)
-    assert length_of(steps=9, max_tokens=10_000) == (9, 72)
-    assert length_of(steps=1000, max_tokens=10_000, max_epochs=1) == (13, 100)
-
-
-def test_a_pass_over_the_data_ends_within_a_batch() -> None:
-    assert length_of(steps=1000, max_epochs=1) == (13, 100)
-    assert length_of(steps=1000, max_epochs=2) == (25, 200)
-    assert length_of(steps=1000, max_epochs=0.29) == (4, 29)
-    assert length_of(steps=1000, max_epochs=0.001) == (1, 1)
-
-
-def test_padding_does_not_count_as_tokens() -> None:
-    """Sequences that are 40% full on average: 2.5 times as many of them for the same number of tokens."""
-    padded = (Epoch(sequences=100, tokens=640),)
-    assert length_of(padded, steps=1000, max_tokens=640, packing="padded") == (12, 96)
-    assert length_of(steps=1000, max_tokens=640) == (5, 40)
+    fields = {f"train__{field}": value for field, value in ({"steps": 1000} | train).items()}
+    plan = make_plan(tiny_config(**fields), inventory(1), epoch=epoch)
+    assert (plan.steps, plan.sequences) == length
 
 
 @pytest.mark.parametrize(
@@ -190,10 +189,6 @@ def test_minutes_become_steps_by_the_predicted_speed_within_bounds(share: float,
     assert plan.steps == pytest.approx(steps, abs=1)
     assert plan.sequences == 8 * plan.steps
     assert re.match(why.replace(str(steps), f"{plan.steps:,}", 1), plan.reasons[0])
-
-
-def test_a_dry_run_leaves_out_the_limit_it_cannot_count() -> None:
-    assert length_of(None, steps=1000, max_epochs=1) == (1000, 8000)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +222,7 @@ def test_a_pipeline_gets_micro_batches_to_fill_it() -> None:
 def test_automatic_ranks_leave_whole_replicas_of_the_model() -> None:
     plan = make_plan(tiny_config(parallel__tp=2, train__global_batch=4), inventory(7))
     assert plan.mesh == {"pp": 1, "dp": 2, "tp": 2}
-    assert any("3 stay idle" in reason for reason in plan.reasons)
+    assert reasons(plan, "3 stay idle")
 
 
 def test_a_model_without_a_tensor_plan_is_told_which_strategies_it_can_have() -> None:
@@ -269,18 +264,3 @@ def test_a_type_that_nobody_tested_trains_whole_and_is_not_split() -> None:
     for strategy, ranks in {"single": 1, "ddp": 2, "fsdp": 2, "zero3": 2, "auto": 2}.items():
         plan = planned(parallel__strategy=strategy)
         assert (plan.world_size, plan.mesh["pp"], plan.mesh["tp"]) == (ranks, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"parallel__strategy": "zero2", "parallel__pp": 2}, "parallel.pp = 2 runs with parallel.strategy=ddp"),
-        ({"parallel__strategy": "zero3", "parallel__tp": 2}, "parallel.tp = 2 runs with parallel.strategy=ddp, fsdp"),
-        ({"parallel__strategy": "ddp", "parallel__offload": "optimizer"}, "parallel.offload=optimizer is not there"),
-        ({"parallel__pp_stages_per_rank": 2}, "needs a pipeline: set parallel.pp above 1"),
-        ({"parallel__strategy": "zero3", "train__compile": True}, "train.compile=true cannot be had with"),
-    ],
-)
-def test_strategies_that_do_not_go_together_are_refused(overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny_config(**overrides)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.configs import tiny_config
+from tests.support.configs import reasons, tiny_config
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
@@ -34,7 +34,7 @@ def planned(hosts: Inventory, precision: Any = "auto", **overrides: Any) -> RunP
 
 
 def reason(plan: RunPlan, start: str) -> str:
-    (found,) = (each for each in plan.reasons if each.startswith(start))
+    (found,) = reasons(plan, start)
     return found
 
 

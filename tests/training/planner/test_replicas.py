@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tasks.planning.describe import describe_plan
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, pinned, reasons, tiny_config
 from training.config.run import RunConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.plan import make_plan
@@ -38,7 +38,7 @@ def unlike(*rates: float, memory_gib: float = 12.0) -> Inventory:
 def test_unlike_hosts_get_unequal_shares_and_the_plan_says_why() -> None:
     plan = make_plan(tiny_config(train__global_batch=24, train__micro_batch=0), unlike(0.2, 0.1))
     assert (plan.micro_batches, plan.accumulation, plan.rebalance) == ((16, 8), 1, True)
-    (why,) = (reason for reason in plan.reasons if reason.startswith("shares: "))
+    (why,) = reasons(plan, "shares: ")
     equal = make_plan(
         tiny_config(train__global_batch=24, train__micro_batch=0, parallel__shares="equal"), unlike(0.2, 0.1)
     )
@@ -108,7 +108,7 @@ def test_a_smaller_memory_bounds_its_share() -> None:
     plan = make_plan(config, unlike(0.2, 0.1, memory_gib=1.52))
     assert plan.largest_micro_batches[1] == 9
     assert (plan.micro_batches, plan.accumulation) == ((23, 9), 2)
-    assert any("cpu 23, cpu 9 (all that its memory holds)" in reason for reason in plan.reasons)
+    assert reasons(plan, "cpu 23, cpu 9 (all that its memory holds)")
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,7 @@ def test_shares_can_be_pinned(overrides: dict[str, Any], expected: tuple[tuple[i
     config = tiny_config(**{"train__global_batch": 24, "train__micro_batch": 0, **overrides})
     plan = make_plan(config, unlike(0.2, 0.1))
     assert (plan.micro_batches, plan.accumulation, plan.rebalance) == expected
-    pinned = config.model_dump()
-    for section, chosen in plan.chosen.items():
-        pinned[section] |= chosen
-    again = make_plan(type(config).model_validate(pinned), unlike(0.1, 0.3))
+    again = make_plan(pinned(config, plan), unlike(0.1, 0.3))
     assert (again.micro_batches, again.accumulation, again.rebalance) == expected
 
 
@@ -151,18 +148,6 @@ def test_a_replica_is_as_fast_as_its_slowest_device() -> None:
     plan = make_plan(config, unlike(0.2, 0.1, 0.2, 0.2))
     assert (plan.micro_batches, plan.accumulation) == ((8, 4), 2)
     assert plan.rebalance
-
-
-@pytest.mark.parametrize(
-    ("shares", "why"),
-    [
-        ((4, 2, 1), "are 3 shares, 7 sequences together: there are 2 data-parallel replicas"),
-        ((4, 3), "must be a multiple of the shares"),
-    ],
-)
-def test_shares_that_cannot_be_are_refused(shares: tuple[int, ...], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make_plan(tiny_config(train__global_batch=24, parallel__shares=shares), unlike(0.2, 0.1))
 
 
 def test_the_prediction_does_not_depend_on_the_process() -> None:
@@ -203,6 +188,10 @@ def small_beside_a_large_one(small_gib: float) -> Inventory:
     return Inventory(hosts=tuple(host.model_copy(update={"network_gb_per_s": 0.5}) for host in hosts))
 
 
+def stages(*replicas: tuple[int, ...]) -> dict[str, Any]:
+    return LARGE | {"parallel__stages": replicas}
+
+
 def test_two_small_devices_are_a_replica_beside_one_that_holds_the_model() -> None:
     """Neither of the small ones can hold the model: sharded over all, it is gathered in each micro-batch."""
     plan = make_plan(tiny_config(**LARGE), small_beside_a_large_one(1.25))
@@ -217,7 +206,7 @@ def test_two_small_devices_are_a_replica_beside_one_that_holds_the_model() -> No
     assert not even.stages
     gain = plan.predicted.tokens_per_s / even.predicted.tokens_per_s
     assert gain > 1.05
-    (why,) = (reason for reason in plan.reasons if reason.startswith("strategy ddp: cpu alone, cpu in stages of"))
+    (why,) = reasons(plan, "strategy ddp: cpu alone, cpu in stages of")
     assert ": the fastest that fits, " in why
     assert plan.ranking[0].stages == plan.stages
 
@@ -228,13 +217,10 @@ def test_where_every_device_holds_the_model_replicas_stay_of_one_shape() -> None
 
 
 def test_stages_can_be_pinned_and_a_resume_keeps_them() -> None:
-    config = tiny_config(**LARGE, parallel__stages=((8,), (6, 2)))
+    config = tiny_config(**stages((8,), (6, 2)))
     plan = make_plan(config, unlike(0.2, 0.1, 0.1))
     assert (plan.stages, plan.ranks_per_host, plan.config) == (((8,), (6, 2)), (1, 1, 1), config)
-    pinned = config.model_dump()
-    for section, chosen in plan.chosen.items():
-        pinned[section] |= chosen
-    again = make_plan(type(config).model_validate(pinned), unlike(0.1, 0.1, 0.3))
+    again = make_plan(pinned(config, plan), unlike(0.1, 0.1, 0.3))
     assert (again.stages, again.micro_batches, again.accumulation) == (
         plan.stages,
         plan.micro_batches,
@@ -249,41 +235,38 @@ def test_layers_of_a_pipeline_follow_the_speed_of_its_devices() -> None:
     machines = Inventory(hosts=(machines.hosts[0].model_copy(update={"devices": (first,)}), *machines.hosts[1:]))
     plan = make_plan(tiny_config(**LARGE), machines)
     assert (plan.mesh, plan.stages) == ({"pp": 3, "dp": 1, "tp": 1}, ((4, 2, 2),))
-    assert any("cpu in stages of 4 + 2 + 2 layers" in reason for reason in plan.reasons)
-    assert any(reason.startswith("does not fit: ddp dp 3") for reason in plan.reasons)
+    assert reasons(plan, "cpu in stages of 4 + 2 + 2 layers")
+    assert reasons(plan, "does not fit: ddp dp 3")
+
+
+SHARES: dict[str, Any] = {"train__global_batch": 24}
 
 
 @pytest.mark.parametrize(
-    ("stages", "why"),
+    ("machines", "asked", "why"),
     [
-        (((8,), (4, 3)), r"replicas have \[8, 7\] layers"),
-        (((7,), (4, 3)), "the 8 layers of the model together"),
-        (((8,), (8,)), "are 2 replicas of one stage each: set parallel.stages=even"),
-        (((8,), (2, 2, 2, 2)), "are 5 ranks with tp = 1, but there are 3 devices"),
+        (unlike(0.2, 0.1), SHARES | {"parallel__shares": (4, 2, 1)}, "are 3 shares, 7 .* 2 data-parallel replicas"),
+        (unlike(0.2, 0.1), SHARES | {"parallel__shares": (4, 3)}, "must be a multiple of the shares"),
+        (unlike(0.2, 0.1, 0.1), stages((8,), (4, 3)), r"replicas have \[8, 7\] layers"),
+        (unlike(0.2, 0.1, 0.1), stages((7,), (4, 3)), "the 8 layers of the model together"),
+        (unlike(0.2, 0.1, 0.1), stages((8,), (8,)), "2 replicas of one stage each: set parallel.stages=even"),
+        (unlike(0.2, 0.1, 0.1), stages((8,), (2, 2, 2, 2)), "5 ranks with tp = 1, but there are 3 devices"),
+        (unlike(*[0.2] * 9), stages((8,), (4, 4)) | {"parallel__tp": 3}, "4 attention heads .* parallel.tp = 3"),
+        (
+            unlike(*[0.2] * 9),
+            stages((8,), (4, 4)) | {"parallel__offload": "optimizer"},
+            "offload=optimizer is not there for ddp with tp = 1, pp = 2",
+        ),
+        (
+            small_beside_a_large_one(0.6),
+            stages((8,), (1, 7)),
+            r"\d layers need [\d.]+ GiB on cpu at micro-batch 1, 0.54 GiB usable: move layers to other stages",
+        ),
     ],
 )
-def test_stages_that_cannot_be_are_refused(stages: tuple[tuple[int, ...], ...], why: str) -> None:
+def test_shares_and_stages_that_cannot_be_are_refused(machines: Inventory, asked: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        make_plan(tiny_config(**LARGE, parallel__stages=stages), unlike(0.2, 0.1, 0.1))
-
-
-@pytest.mark.parametrize(
-    ("asked", "why"),
-    [
-        ({"tp": 3}, "4 attention heads cannot be shared by parallel.tp = 3"),
-        ({"offload": "optimizer"}, "offload=optimizer is not there for ddp with tp = 1, pp = 2"),
-    ],
-)
-def test_pinned_stages_are_refused_what_other_layouts_are(asked: dict[str, Any], why: str) -> None:
-    config = tiny_config(**LARGE, parallel__stages=((8,), (4, 4)), **{f"parallel__{k}": v for k, v in asked.items()})
-    with pytest.raises(ValueError, match=why):
-        make_plan(config, unlike(*[0.2] * 9))
-
-
-def test_pinned_stages_that_do_not_fit_are_named_with_the_bytes() -> None:
-    why = r"\d layers need [\d.]+ GiB on cpu at micro-batch 1, 0.54 GiB usable: move layers to other stages"
-    with pytest.raises(ValueError, match=why):
-        make_plan(tiny_config(**LARGE, parallel__stages=((8,), (1, 7))), small_beside_a_large_one(0.6))
+        make_plan(tiny_config(**asked), machines)
 
 
 def test_a_large_output_layer_takes_layers_from_the_last_stage_of_equal_devices() -> None:

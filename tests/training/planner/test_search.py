@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, reasons, tiny_config, with_hosts
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster, Ring
 from training.planner.hypothetical_hosts import hypothetical_inventory
@@ -58,11 +58,11 @@ def test_what_fits_no_other_way_is_cut_by_tensor_or_pipeline_inside_hosts() -> N
 def test_recomputing_and_offload_are_the_last_resorts_and_say_so() -> None:
     plan = planned(LLAMA_8B, "1x8xRTX-4090")
     assert plan.activation_checkpointing != "none"
-    (why,) = (reason for reason in plan.reasons if reason.startswith("activation checkpointing"))
+    (why,) = reasons(plan, "activation checkpointing")
     assert "without it" in why
     alone = planned(LLAMA_8B, "1x1xA100-80GB-SXM", batch=8)
     assert alone.offload != "none"
-    assert any(reason.startswith(f"offload {alone.offload}: nothing fits without it") for reason in alone.reasons)
+    assert reasons(alone, f"offload {alone.offload}: nothing fits without it")
     assert planned(LLAMA_1B, "1x1xA100-80GB-SXM", batch=8).offload == "none"
 
 
@@ -71,11 +71,9 @@ def test_offload_is_taken_where_it_is_faster_and_the_host_has_room() -> None:
     plan = planned(LLAMA_8B, "1x8xRTX-4090")
     assert (plan.strategy, plan.mesh["dp"], plan.offload) == ("fsdp", 8, "parameters")
     assert plan.predicted.step_ms < planned(LLAMA_8B, "1x8xRTX-4090", offload="none").predicted.step_ms
-    assert any(reason.startswith("offload parameters: without it the fastest that fits") for reason in plan.reasons)
+    assert reasons(plan, "offload parameters: without it the fastest that fits")
     machines = hypothetical_inventory("1x8xRTX-4090")
-    small = Inventory(hosts=tuple(host.model_copy(update={"memory_gib": 64.0}) for host in machines.hosts))
-    without_room = make_plan(plan.config, small)
-    assert without_room.offload == "none"
+    assert make_plan(plan.config, with_hosts(machines, memory_gib=64.0)).offload == "none"
 
 
 def test_what_a_refusal_counts_adds_up_and_its_cures_help() -> None:
@@ -117,14 +115,14 @@ def test_weights_stay_gathered_and_gradients_whole_where_that_is_faster_and_fits
     assert not any(reason.startswith(tuple(both)) for reason in plain.reasons), "asked for"
     assert plan.predicted.exposed_communication_s < plain.predicted.exposed_communication_s / plain.accumulation * 2
     without = planned(LLAMA_1B, **how, reshard_after_forward="on")
-    (why,) = (reason for reason in plan.reasons if reason.startswith("reshard_after_forward off: "))
+    (why,) = reasons(plan, "reshard_after_forward off: ")
     assert "without it a step is" in why
     assert without.predicted.step_ms > plan.predicted.step_ms
     kept, gathered = (each.predicted.memory_gib["gathered or cast weights"] for each in (plan, plain))
     assert kept - gathered == pytest.approx(6 * plan.shape.parameters / 2**30, rel=0.15)
     large = planned(LLAMA_8B, "1x8xA100-40GB-SXM", strategy="fsdp")
     assert (large.reshard_after_forward, large.reduce_gradients) == (True, "each")
-    (why,) = (reason for reason in large.reasons if reason.startswith("reduce_gradients each: "))
+    (why,) = reasons(large, "reduce_gradients each: ")
     assert why.endswith("more than are usable")
     piped = planned(LLAMA_8B, "2x8xA100-80GB-SXM,8x200Gb", strategy="fsdp", pp=2)
     assert (piped.reshard_after_forward, piped.reduce_gradients) == (False, "last"), "as pipelines always do"
@@ -138,7 +136,7 @@ def test_parameters_on_the_host_never_go_with_what_keeps_them_whole(asked: dict[
     assert plan.offload != "parameters"
     (field, value), *_ = asked.items()
     why = f"{field} {value}: has no effect, because {plan.strategy} in {plan.mesh['pp']} pipeline stages was chosen"
-    assert any(reason.startswith(why) for reason in plan.reasons)
+    assert reasons(plan, why)
     assert planned(LLAMA_8B, "1x8xRTX-4090", **plan.chosen["parallel"]).mesh == plan.mesh
 
 
@@ -165,10 +163,10 @@ def test_on_gpus_zero3_is_tried_where_no_fsdp_fits() -> None:
     plan = planned(LLAMA_8B, "1x8xA100-80GB-SXM")
     assert plan.strategy == "fsdp"
     assert "zero3" not in {each.strategy for each in plan.ranking}
-    assert any(reason.startswith("zero3: not tried, since fsdp fits") for reason in plan.reasons)
+    assert reasons(plan, "zero3: not tried, since fsdp fits")
     asked = planned(LLAMA_8B, "1x8xA100-80GB-SXM", strategy="zero3")
     assert asked.strategy == "zero3"
-    assert not any(reason.startswith("zero3: not tried") for reason in asked.reasons)
+    assert not reasons(asked, "zero3: not tried")
 
 
 def test_deepspeed_reduces_beside_the_backward_pass_on_gpus() -> None:
@@ -187,33 +185,31 @@ def test_deepspeed_reduces_beside_the_backward_pass_on_gpus() -> None:
     ],
 )
 def test_layers_are_compiled_where_hosts_can_and_it_pays(steps: int, lacks: str | None, why: str) -> None:
-    machines = hypothetical_inventory("1x8xA100-80GB-SXM")
-    hosts = tuple(host.model_copy(update={"compile_lacks": lacks}) for host in machines.hosts)
+    machines = with_hosts(hypothetical_inventory("1x8xA100-80GB-SXM"), compile_lacks=lacks)
     train = {"context": 4096, "global_batch": 512, "steps": steps, "warmup_steps": 1}
-    plan = make_plan(RunConfig.model_validate({"model": LLAMA_1B, "train": train}), Inventory(hosts=hosts))
+    plan = make_plan(RunConfig.model_validate({"model": LLAMA_1B, "train": train}), machines)
     assert plan.compiled == why.startswith("compile on")
-    (reason,) = (reason for reason in plan.reasons if reason.startswith(why))
+    (reason,) = reasons(plan, why)
     assert not re.search(r"\d,\d{3} s", reason), "long times are hours or days"
     asked = RunConfig.model_validate({"model": LLAMA_1B, "train": train | {"compile": True}})
-    assert make_plan(asked, Inventory(hosts=hosts)).compiled
+    assert make_plan(asked, machines).compiled
 
 
 @pytest.mark.parametrize(("kind", "compiled"), [("qwen3", True), ("gemma3_text", True), ("unheard_of", False)])
 def test_layers_are_compiled_of_types_that_the_admission_test_saw_compile(kind: str, compiled: bool) -> None:
-    machines = hypothetical_inventory("1x8xA100-80GB-SXM")
-    hosts = tuple(host.model_copy(update={"compile_lacks": ""}) for host in machines.hosts)
+    machines = with_hosts(hypothetical_inventory("1x8xA100-80GB-SXM"), compile_lacks="")
     train = {"context": 4096, "global_batch": 512, "steps": 1000}
     config = RunConfig.model_validate(
         {"model": {"architecture": "path", "path": "folder", "dropout": 0}, "train": train}
     )
     shape = planned(LLAMA_1B, "1x8xA100-80GB-SXM").shape.model_copy(update={"architecture": kind})
     content = {"model_type": kind, "vocab_size": shape.vocab_size}
-    plan = make_plan(config, Inventory(hosts=hosts), hf_config=content, hf_shape=shape)
+    plan = make_plan(config, machines, hf_config=content, hf_shape=shape)
     assert plan.compiled == compiled
     why = (
         "compile on: " if compiled else f"compile off: layers of type {kind} were not seen to compile: it is not among"
     )
-    assert any(reason.startswith(why) for reason in plan.reasons)
+    assert reasons(plan, why)
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -233,7 +229,7 @@ def test_the_runner_up_and_its_distance_are_named() -> None:
     assert (first.strategy, first.micro_batch) == (plan.strategy, plan.micro_batch)
     assert first.tokens_per_s == pytest.approx(plan.predicted.tokens_per_s)
     assert second.tokens_per_s is not None
-    (why,) = (reason for reason in plan.reasons if reason.startswith("strategy "))
+    (why,) = reasons(plan, "strategy ")
     assert second.strategy in why
     assert first.tokens_per_s is not None
     slower = first.tokens_per_s / second.tokens_per_s - 1
@@ -250,11 +246,11 @@ def test_sharding_what_every_device_could_hold_has_its_reason() -> None:
     how: dict[str, Any] = {"machines": "1x8xA100-80GB-SXM", "context": 1024}
     plan, ddp = planned(GPT2, **how), planned(GPT2, **how, strategy="ddp")
     assert plan.strategy == "fsdp"
-    (why,) = (reason for reason in plan.reasons if "keeps hidden states in bf16" in reason)
+    (why,) = reasons(plan, "keeps hidden states in bf16")
     own, other = (1000 * each.predicted.step_s["memory-bound"] for each in (plan, ddp))
     assert why.endswith(f"take {own:,.0f} ms of a step instead of {other:,.0f}")
     fp32 = planned(GPT2, **how, precision="fp32")
-    assert not any("hidden states in bf16" in reason for reason in fp32.reasons)
+    assert not reasons(fp32, "hidden states in bf16")
 
 
 def test_of_those_that_cannot_be_told_apart_the_one_with_most_memory_to_spare_is_taken() -> None:
@@ -340,7 +336,7 @@ def test_sixteen_hosts_are_searched_in_well_under_a_second() -> None:
 def test_what_was_not_measured_is_assumed_and_said() -> None:
     unmeasured: Inventory = inventory(4, 4, kind="cuda")
     plan = make_plan(tiny_config(), unmeasured)
-    (why,) = (reason for reason in plan.reasons if reason.startswith("not measured, assumed"))
+    (why,) = reasons(plan, "not measured, assumed")
     assert "GB/s between hosts" in why
     assert "matrix products" not in why
 
@@ -350,15 +346,15 @@ def test_hosts_behind_a_slow_network_are_left_idle_and_what_sends_less_is_named(
     plan, alone = planned(LLAMA_1B, slow), planned(LLAMA_1B, "1x8xA100-80GB-SXM")
     assert (plan.hosts, plan.idle_hosts) == (("hypothetical-0",), ("hypothetical-1",))
     assert plan.predicted.step_ms == alone.predicted.step_ms
-    (why,) = (reason for reason in plan.reasons if reason.startswith("hosts: 1 of 2 (8 A100-80GB-SXM) make"))
+    (why,) = reasons(plan, "hosts: 1 of 2 (8 A100-80GB-SXM) make")
     assert why.endswith(": taken; idle: hypothetical-1")
-    (why,) = (reason for reason in plan.reasons if reason.startswith("all hosts would make, sending less:"))
+    (why,) = reasons(plan, "all hosts would make, sending less:")
     assert "parallel.strategy=local-sgd" in why
     assert "compression=powersgd" in why
     assert planned(LLAMA_1B, fast).idle_hosts == ()
     asked = planned(LLAMA_1B, slow, strategy="ddp")
     assert asked.idle_hosts == ()
-    assert any("parallel.ranks=8 would take them" in reason for reason in asked.reasons)
+    assert reasons(asked, "parallel.ranks=8 would take them")
 
 
 @pytest.mark.parametrize(
@@ -377,7 +373,7 @@ def test_unlike_hosts_take_part_only_where_they_add_speed(
     hosts = [f"1x{each},{network}" for each in ([slow, fast] if is_slow_first else [fast, slow])]
     plan, alone = planned(LLAMA_1B, "+".join(hosts)), planned(LLAMA_1B, f"1x{fast}")
     speeds = [f"{each.predicted.tokens_per_s:,.0f} tokens/s" for each in (plan, alone)]
-    (why,) = (reason for reason in plan.reasons if reason.startswith("hosts: "))
+    (why,) = reasons(plan, "hosts: ")
     assert all(speed in why for speed in speeds)
     assert plan.predicted.tokens_per_s >= alone.predicted.tokens_per_s
     names = (f"hypothetical-{int(is_slow_first)}", f"hypothetical-{int(not is_slow_first)}")
@@ -409,6 +405,6 @@ def test_ranks_share_a_sequence_only_where_no_whole_one_fits() -> None:
     assert sum(without.predicted.memory_gib.values()) > sum(pieces.predicted.memory_gib.values())
     shared = planned(LLAMA_8B, "1x8xH100-80GB-SXM", context=1_000_000, batch=8)
     assert shared.mesh["cp"] == 8
-    assert any("no layout of whole sequences of 1,000,000 tokens fits" in reason for reason in shared.reasons)
+    assert reasons(shared, "no layout of whole sequences of 1,000,000 tokens fits")
     with pytest.raises(ValueError, match="does not fit"):
         planned(LLAMA_8B, "1x8xH100-80GB-SXM", context=1_000_000, batch=8, cp=1)

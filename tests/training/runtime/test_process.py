@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,14 @@ import pytest
 from tests.programs.raising_rank import ERROR
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import Ranks, run_ranks
+from tests.support.tiny_shards import MakeRun
 
 SOON_S = 15.0
 PROGRAM = "tests.programs.raising_rank"
 
 
 @pytest.fixture(params=["training", "the network test"])
-def ranks(request: pytest.FixtureRequest, make_run: Callable[..., Path], tmp_path: Path) -> Ranks:
+def ranks(request: pytest.FixtureRequest, make_run: MakeRun, tmp_path: Path) -> Ranks:
     if request.param == "training":
         plan_path = make_run("raises", ranks=2, train__steps=2, parallel__timeout_s=60)
         return Ranks(plan_path, program=PROGRAM)
@@ -34,7 +34,7 @@ def test_a_rank_that_raises_does_not_wait_for_peers_that_wait_for_it(ranks: Rank
 
 
 @pytest.mark.parametrize("layout", ["tp x pp", "pp 4", "unlike", pytest.param("fsdp x tp", marks=pytest.mark.slow)])
-def test_ranks_are_connected_before_the_first_step(layout: str, make_run: Callable[..., Path]) -> None:
+def test_ranks_are_connected_before_the_first_step(layout: str, make_run: MakeRun) -> None:
     """On a backend that connects as NCCL does: at the first use, and only once all that take part are there."""
     ranks, overrides = LAYOUTS[layout]
     plan_path = make_run(layout, ranks=ranks, train__micro_batch=1, model__layers=4, **overrides)

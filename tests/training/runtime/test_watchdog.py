@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ from tasks.launch.programs import run_program
 from tasks.runs.errors import RunStopped
 from tests.support.ranks import losses, rank_env, result, torchrun
 from tests.support.repository import REPO
+from tests.support.tiny_shards import MakeRun
 from tests.support.waiting import until
 from training.records.plan import RunPlan
 
@@ -30,7 +30,7 @@ def rank_process(launcher: int, rank: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-def test_a_blocked_rank_and_the_one_that_waits_for_it_leave_their_stacks(make_run: Callable[..., Path]) -> None:
+def test_a_blocked_rank_and_the_one_that_waits_for_it_leave_their_stacks(make_run: MakeRun) -> None:
     """A file that nobody reads from blocks the first rank, as a dead file server would."""
     plan_path = make_run("blocked", ranks=2, parallel__timeout_s=TIMEOUT_S, launch__attempts=1)
     run_dir = plan_path.parent
@@ -46,7 +46,7 @@ def test_a_blocked_rank_and_the_one_that_waits_for_it_leave_their_stacks(make_ru
 
 
 @pytest.fixture
-def running(make_run: Callable[..., Path], request: pytest.FixtureRequest) -> tuple[Path, subprocess.Popen[str]]:
+def running(make_run: MakeRun, request: pytest.FixtureRequest) -> tuple[Path, subprocess.Popen[str]]:
     """Two ranks that have made some of their many steps."""
     plan_path = make_run(
         request.node.name,
@@ -90,7 +90,7 @@ def test_a_stopped_rank_ends_the_run_with_the_stack_of_the_other(running: tuple[
 
 @pytest.mark.slow
 def test_ranks_that_do_not_stop_leave_their_stacks_before_they_are_killed(
-    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.launch.launcher.STOP_GRACE_S", 2.0)
     plan_path = make_run("killed", ranks=2, train__steps=400, evaluation__every_steps=0)

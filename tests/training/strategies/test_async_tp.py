@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.configs import inventory, tiny_config
 from training.models.family import layers_of
@@ -29,16 +27,8 @@ ASKED: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def two_ranks() -> Iterator[DeviceMesh]:
-    """This rank and another, which neither computes nor sends."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow  # compiles
-def test_torch_finds_the_pairs_in_our_compiled_layers(two_ranks: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_finds_the_pairs_in_our_compiled_layers(fake_ranks: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward of a Llama's MLP: torch's own test mode lets its operators stand for what they pair."""
     calls = Counter[str]()
 
@@ -54,7 +44,7 @@ def test_torch_finds_the_pairs_in_our_compiled_layers(two_ranks: DeviceMesh, mon
         library.impl(name, counted(name), "CPU")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)  # what torch asks before it looks for pairs
     model = build_model(make_plan(tiny_config(), inventory(1)))
-    shard_matrices(model, two_ranks, sequence_parallel=True)
+    shard_matrices(model, fake_ranks, sequence_parallel=True)
     mlp = layers_of(model.hf)[0].mlp
     piece = torch.randn(2, 8, 32, requires_grad=True)
     # No caches: they may have graphs that were made without it.
@@ -90,6 +80,6 @@ def test_a_plan_on_cpus_refuses_it() -> None:
         make_plan(tiny_config(**ASKED), inventory(2))
 
 
-def test_a_rank_that_has_no_symmetric_memory_says_why(two_ranks: DeviceMesh) -> None:
+def test_a_rank_that_has_no_symmetric_memory_says_why(fake_ranks: DeviceMesh) -> None:
     with pytest.raises(ValueError, match=r"compute on cpu, but symmetric memory needs GPUs.*async_tp=false"):
-        use_async_tp(two_ranks.get_group(), torch.device("cpu"))
+        use_async_tp(fake_ranks.get_group(), torch.device("cpu"))

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.configs import inventory, tiny_config
 from tests.support.ranks import Ranks, losses, result, run_ranks
+from tests.support.tiny_shards import MakeRun
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.planner.plan import make_plan
 from training.records.checkpoint import CheckpointManifest
@@ -28,7 +29,7 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def trained(make_run: Callable[..., Path]) -> Callable[..., Path]:
+def trained(make_run: MakeRun) -> Callable[..., Path]:
     """8 steps on two ranks that accumulate two micro-batches and clip; made once per kind."""
     made: dict[str, Path] = {}
 
@@ -63,7 +64,7 @@ def resumed_from_step_6(plan_path: Path, name: str) -> Path:
     return again / "plan.json"
 
 
-def test_unsent_gradients_are_kept_and_all_ranks_get_the_same_average(make_run: Callable[..., Path]) -> None:
+def test_unsent_gradients_are_kept_and_all_ranks_get_the_same_average(make_run: MakeRun) -> None:
     run_ranks(make_run("averaged", ranks=2), program="tests.programs.compression_averages")
 
 
@@ -98,7 +99,7 @@ def test_less_is_sent_and_the_loss_falls(kind: str, share: float, bound: float, 
 
 @pytest.mark.slow
 def test_compression_that_begins_later_sends_whole_gradients_before(
-    trained: Callable[[str], Path], make_run: Callable[..., Path]
+    trained: Callable[[str], Path], make_run: MakeRun
 ) -> None:
     settings = {"train__steps": STEPS, "train__clip_norm": 0.5, "parallel__compress_after_steps": SAVED + 1}
     plan_path = make_run("later", ranks=2, parallel__strategy="ddp", **settings, **KINDS["topk"])
@@ -111,7 +112,7 @@ def test_compression_that_begins_later_sends_whole_gradients_before(
 
 @pytest.mark.slow
 def test_a_resume_on_another_mesh_drops_the_residuals_and_logs_it(
-    trained: Callable[[str], Path], make_run: Callable[..., Path]
+    trained: Callable[[str], Path], make_run: MakeRun
 ) -> None:
     plan_path = make_run("alone", train__steps=STEPS, parallel__strategy="single")
     shutil.copytree(trained("topk").parent / "checkpoints" / "00000006", plan_path.parent / "checkpoints" / "00000006")
@@ -122,9 +123,7 @@ def test_a_resume_on_another_mesh_drops_the_residuals_and_logs_it(
 
 
 @pytest.mark.slow
-def test_the_size_of_buckets_leaves_compression_as_it_is(
-    trained: Callable[[str], Path], make_run: Callable[..., Path]
-) -> None:
+def test_the_size_of_buckets_leaves_compression_as_it_is(trained: Callable[[str], Path], make_run: MakeRun) -> None:
     settings = {"train__steps": STEPS, "train__clip_norm": 0.5, "train__micro_batch": 4}
     small = {"parallel__bucket_mib": 1}
     plan_path = make_run("small-buckets", ranks=2, parallel__strategy="ddp", **settings, **small, **KINDS["topk"])

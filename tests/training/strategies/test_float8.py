@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +12,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from tests.support import families
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import gpus, inventory, reasons, tiny_config
 from tests.support.ranks import losses, run_ranks
+from tests.support.tiny_shards import MakeRun
 from training.models.family import layers_of
 from training.models.sizes import count_model
 from training.planner.plan import make_plan
 from training.planner.reasons.refusals import fp8_refusal
-from training.records.inventory import Device, Host, Inventory
 from training.records.plan import RunPlan
 from training.strategies.float8 import linear, use_float8, use_torchao
 
@@ -110,14 +108,14 @@ def test_a_gpu_computes_what_a_cpu_emulates() -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(make_run: Callable[..., Path]) -> dict[int, float]:
+def alone(make_run: MakeRun) -> dict[int, float]:
     """Losses of one process."""
     plan_path = make_run("alone", parallel__strategy="single", parallel__precision="fp8", **SMALL)
     run_ranks(plan_path)
     return losses(plan_path)
 
 
-def test_a_run_learns_as_in_bf16(alone: dict[int, float], make_run: Callable[..., Path]) -> None:
+def test_a_run_learns_as_in_bf16(alone: dict[int, float], make_run: MakeRun) -> None:
     plan_path = make_run("bf16", parallel__strategy="single", parallel__precision="bf16", **SMALL)
     run_ranks(plan_path)
     half = losses(plan_path)
@@ -140,9 +138,7 @@ def test_a_run_learns_as_in_bf16(alone: dict[int, float], make_run: Callable[...
     ],
     ids=lambda overrides: " ".join(key.partition("__")[2] + "=" + str(value) for key, value in overrides.items()),
 )
-def test_ranks_train_as_one_process_does(
-    overrides: dict[str, Any], alone: dict[int, float], make_run: Callable[..., Path]
-) -> None:
+def test_ranks_train_as_one_process_does(overrides: dict[str, Any], alone: dict[int, float], make_run: MakeRun) -> None:
     """Where sums are the same, to the last digits. fsdp rounds to bf16 between layers, compiled graphs elsewhere, tp
     sums rounded parts."""
     name = "-".join(f"{key}={value}" for key, value in overrides.items())
@@ -163,7 +159,7 @@ HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 @pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
 def test_torchaos_layers_train_as_ours_do(
-    strategy: str, ranks: int, alone: dict[int, float], make_run: Callable[..., Path]
+    strategy: str, ranks: int, alone: dict[int, float], make_run: MakeRun
 ) -> None:
     """Under fsdp gathered in 8 bits; on a CPU and uncompiled, which the plan refuses, emulated by torchao."""
     config: dict[str, Any] = {"parallel__strategy": strategy, "parallel__precision": "fp8"}
@@ -229,19 +225,11 @@ def test_torchao_is_refused_on_cpus_and_where_it_is_not_installed(monkeypatch: p
         use_torchao([], gathers=False, device=torch.device("cpu"))
 
 
-def gpus(*capabilities: str) -> Inventory:
-    devices = tuple(
-        Device(kind="cuda", name=f"GPU {c}", memory_gib=24, compute_capability=c, matmul_tflops={"bf16": 300.0})
-        for c in capabilities
-    )
-    return Inventory(hosts=(Host(name="h", cores=8, memory_gib=64, disk_free_gib=100, devices=devices),))
-
-
 def test_fp8_is_taken_only_when_asked_and_only_where_every_gpu_has_it() -> None:
     assert make_plan(tiny_config(parallel__precision="auto"), gpus("9.0", "8.9")).precision == "bf16"
     plan = make_plan(tiny_config(parallel__precision="fp8"), gpus("9.0", "8.9"))
     assert plan.precision == "fp8"
-    assert any("asked for by parallel.precision: the layers' products in fp8" in reason for reason in plan.reasons)
+    assert reasons(plan, "asked for by parallel.precision: the layers' products in fp8")
     with pytest.raises(ValueError, match=r"weakest of 2 devices, device 1 of h \(GPU 8.6\), .* fp8 needs 8.9"):
         make_plan(tiny_config(parallel__precision="fp8"), gpus("9.0", "8.6"))
 
@@ -259,6 +247,6 @@ def test_sizes_that_fp8_cannot_multiply_are_refused(overrides: dict[str, Any], w
         make_plan(tiny_config(**({"parallel__precision": "fp8"} | overrides)), inventory(1))
 
 
-def test_a_plan_on_cpus_says_that_fp8_is_emulated(make_run: Callable[..., Path]) -> None:
+def test_a_plan_on_cpus_says_that_fp8_is_emulated(make_run: MakeRun) -> None:
     plan = RunPlan.read(make_run("fp8-reasons", parallel__precision="fp8", **SMALL))
-    assert any("CPUs emulate it, slower than bf16" in reason for reason in plan.reasons)
+    assert reasons(plan, "CPUs emulate it, slower than bf16")

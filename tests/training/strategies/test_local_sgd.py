@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, reasons, tiny_config
 from tests.support.ranks import Ranks, losses, run_ranks
+from tests.support.tiny_shards import MakeRun
 from tests.training.strategies.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
 from training.config.train import learning_rate
 from training.data.held_out import held_out_by_source
@@ -104,7 +105,7 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def trained(make_run: Callable[..., Path]) -> Callable[..., Path]:
+def trained(make_run: MakeRun) -> Callable[..., Path]:
     """The plan of a run in two groups that is done; made once per kind."""
     made: dict[str, Path] = {}
 
@@ -157,7 +158,7 @@ def test_only_outer_steps_cross_the_slow_link(trained: Callable[..., Path]) -> N
 
 
 @pytest.mark.slow
-def test_a_resume_with_other_groups_starts_from_the_mean_and_logs_it(make_run: Callable[..., Path]) -> None:
+def test_a_resume_with_other_groups_starts_from_the_mean_and_logs_it(make_run: MakeRun) -> None:
     """Four groups of one rank, then one process."""
     groups = make_run("four groups", ranks=4, parallel__group_ranks=1, **SETTINGS)
     run_ranks(groups)
@@ -192,7 +193,7 @@ def test_impossible_groups_are_refused_with_the_cure(
 def test_a_host_is_a_group_unless_the_config_says_otherwise(strategy: str) -> None:
     plan = make_plan(tiny_config(parallel__strategy=strategy), inventory(2, 2))
     assert plan.group_ranks == 2
-    assert any("2 groups of 2 data-parallel ranks: one per host" in reason for reason in plan.reasons)
+    assert reasons(plan, "2 groups of 2 data-parallel ranks: one per host")
 
 
 def test_groups_that_the_plan_chooses_are_hosts() -> None:

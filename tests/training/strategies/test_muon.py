@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.layouts import LAYOUTS, Layout
 from tests.support.ranks import Ranks, losses, run_ranks
-from tests.support.tiny_shards import VOCAB
+from tests.support.tiny_shards import VOCAB, MakeRun
 from tests.training.strategies.test_strategies import COMMON, SMALL, assert_equal_training
 from training.checkpoint.safetensors_files import TensorFiles
 from training.config.train import TrainConfig
@@ -54,38 +53,45 @@ def tiny(model_type: str, **more: Any) -> Any:
         return AutoModelForCausalLM.from_config(tiny_hf_config(model_type, **more))
 
 
+MATRICES = {
+    "one": ((24, 40), HiddenMatrix()),
+    "fused": ((32, 48), HiddenMatrix(1, Split((24, 24)))),
+    "experts": ((3, 16, 24), HiddenMatrix(1)),
+    "falcon": ((96, 64), HiddenMatrix(0, Split((64, 16, 16)))),
+    "qwen3_next": ((256, 64), HiddenMatrix(0, Split((8, 8, 24, 24), 4))),
+    "gpt_oss": ((3, 32, 48), HiddenMatrix(2, Split((1, 1), 24))),
+    "gpt2": ((64, 192), HiddenMatrix(1, Split((64, 64, 64)))),
+}
+
+
 @pytest.mark.parametrize("products", ["bf16", "fp32"])
 def test_the_update_is_that_of_torch(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a matrix, of two in one tensor, and of an expert's: to the bit; on a CPU without bf16 within its rounding.
+    """Of a matrix, and of those in one tensor: to the bit; on a CPU without bf16 within its rounding.
 
     AdamW updates what is no hidden matrix.
     """
     monkeypatch.setattr("training.strategies.muon.cpu_has_bf16", lambda: products == "bf16")
     torch.manual_seed(0)
-    shapes = {"one": (24, 40), "fused": (32, 48), "experts": (3, 16, 24), "norm": (24,), "embedding": (64, 24)}
+    shapes = {name: shape for name, (shape, _) in MATRICES.items()} | {"norm": (24,), "embedding": (64, 24)}
     ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
-    made_of = {"one": HiddenMatrix(), "fused": HiddenMatrix(1, Split((24, 24))), "experts": HiddenMatrix(1)}
-    theirs = {
-        "one": [ours["one"].detach().clone()],
-        "fused": [block.clone() for block in ours["fused"].detach().chunk(2, 1)],
-        "experts": [each.clone() for each in ours["experts"].detach()],
-    }
-    first = {name: torch.stack([matrix.clone() for matrix in matrices]) for name, matrices in theirs.items()}
     rest = {name: nn.Parameter(ours[name].detach().clone()) for name in ("norm", "embedding")}
+
+    def apart(name: str, whole: Tensor) -> list[Tensor]:
+        return [each.clone() for part in MATRICES[name][1].apart(whole.detach()) for each in part]
+
+    theirs = {name: [each.requires_grad_() for each in apart(name, ours[name])] for name in MATRICES}
+    first = {name: apart(name, ours[name]) for name in MATRICES}
     held = {
         ours[name]: Held(name, matrix=matrix, parts=whole_on_each(ours[name].detach(), [0]), cut=None)
-        for name, matrix in made_of.items()
+        for name, (_, matrix) in MATRICES.items()
     }
     train = TrainConfig(optimizer="muon", learning_rate=0.01)
     build = functools.partial(Muon, held=held, peers=(0,), group=None, tp=1)
     optimizer = build_adamw(nn.ParameterDict(ours), train, fused=True, build=build)
     adamw = build_adamw(nn.ParameterDict(rest), train, fused=True)
-    torchs = torch.optim.Muon(
-        [matrix.requires_grad_() for matrices in theirs.values() for matrix in matrices],
-        lr=0.01,
-        weight_decay=train.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    all_theirs = [matrix for matrices in theirs.values() for matrix in matrices]
+    decay = train.weight_decay
+    torchs = torch.optim.Muon(all_theirs, lr=0.01, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     for matrix in held:
         optimizer.state[matrix] = {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(matrix)}
     for _ in range(3):
@@ -93,17 +99,15 @@ def test_the_update_is_that_of_torch(products: str, monkeypatch: pytest.MonkeyPa
             parameter.grad = torch.randn(shapes[name])
             if name in rest:
                 rest[name].grad = parameter.grad.clone()
-        grads = {name: ours[name].grad for name in made_of}
-        for name, matrices in theirs.items():
-            parts = {"one": [grads["one"]], "fused": grads["fused"].chunk(2, 1), "experts": grads["experts"]}[name]  # type: ignore[union-attr]
-            for matrix, grad in zip(matrices, parts, strict=True):  # type: ignore[arg-type]
-                matrix.grad = grad.clone()  # type: ignore[union-attr]
+                continue
+            for matrix, grad in zip(theirs[name], apart(name, parameter.grad), strict=True):
+                matrix.grad = grad
         for each in (optimizer, torchs, adamw):
             each.step()
-    for name, matrix in made_of.items():
-        got, expected = torch.cat(matrix.apart(ours[name].detach())), torch.stack(theirs[name])
-        updated = expected - first[name]
-        assert torch.equal(got, expected) if products == "bf16" else (got - expected).norm() < 0.01 * updated.norm()
+    for name, matrices in theirs.items():
+        for got, expected, before in zip(apart(name, ours[name]), matrices, first[name], strict=True):
+            updated = (expected - before).norm()
+            assert torch.equal(got, expected) if products == "bf16" else (got - expected).norm() < 0.01 * updated, name
     for name, parameter in rest.items():
         torch.testing.assert_close(ours[name], parameter, rtol=1e-6, atol=1e-7)
 
@@ -119,7 +123,7 @@ def test_hidden_matrices_are_found_by_their_place_and_shape() -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(make_run: Callable[..., Path]) -> Path:
+def alone(make_run: MakeRun) -> Path:
     plan_path = make_run("muon alone", **COMMON, **MUON, parallel__strategy="single", train__micro_batch=8)
     run_ranks(plan_path)
     return plan_path
@@ -133,7 +137,7 @@ def alone(make_run: Callable[..., Path]) -> Path:
         if name not in REFUSED
     ],
 )
-def test_every_layout_makes_the_update_of_one_process(layout: str, alone: Path, make_run: Callable[..., Path]) -> None:
+def test_every_layout_makes_the_update_of_one_process(layout: str, alone: Path, make_run: MakeRun) -> None:
     ranks, overrides = LAYOUTS[layout]
     plan_path = make_run(f"muon {layout}", ranks=ranks, **COMMON, **SMALL, **MUON, **overrides)
     run_ranks(plan_path)
@@ -146,7 +150,7 @@ def test_every_layout_makes_the_update_of_one_process(layout: str, alone: Path, 
     [("gpt2", "tp", {}), pytest.param("mixtral", "fsdp", EXPERTS, marks=pytest.mark.long)],
 )
 def test_matrices_of_one_tensor_are_orthogonalized_one_by_one_on_ranks_too(
-    model_type: str, layout: str, sizes: dict[str, int], make_run: Callable[..., Path], tmp_path: Path
+    model_type: str, layout: str, sizes: dict[str, int], make_run: MakeRun, tmp_path: Path
 ) -> None:
     tiny_hf_config(model_type, **sizes).save_pretrained(tmp_path)
     model = {"model__architecture": "path", "model__path": str(tmp_path), "evaluation__every_steps": 0}
@@ -160,7 +164,7 @@ def test_matrices_of_one_tensor_are_orthogonalized_one_by_one_on_ranks_too(
 
 
 @pytest.mark.slow
-def test_a_run_that_changes_its_layout_is_the_run_of_one_process(make_run: Callable[..., Path]) -> None:
+def test_a_run_that_changes_its_layout_is_the_run_of_one_process(make_run: MakeRun) -> None:
     common = {**COMMON, **SMALL, **MUON, "train__decay_steps": len(CHAIN), "evaluation__every_steps": 0}
 
     def leg(name: str, layout: Layout, *, until: int) -> Path:
@@ -177,7 +181,7 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(make_run: Calla
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp x tp", marks=pytest.mark.long)])
-def test_a_resumed_run_has_the_same_bits(layout: str, make_run: Callable[..., Path]) -> None:
+def test_a_resumed_run_has_the_same_bits(layout: str, make_run: MakeRun) -> None:
     ranks, overrides = LAYOUTS[layout]
     common = {**COMMON, **SMALL, **MUON, "model__layers": 2, "evaluation__every_steps": 0, "train__decay_steps": 4}
     plans = [
@@ -195,7 +199,7 @@ def test_a_resumed_run_has_the_same_bits(layout: str, make_run: Callable[..., Pa
 
 
 @pytest.mark.slow
-def test_moments_of_the_other_optimizer_are_left_and_it_is_said(make_run: Callable[..., Path]) -> None:
+def test_moments_of_the_other_optimizer_are_left_and_it_is_said(make_run: MakeRun) -> None:
     common = {**COMMON, **SMALL, "model__layers": 1, "evaluation__every_steps": 0, **SINGLE[1]}
     plan_path = make_run("from adamw", **(common | {"train__steps": 2}))
     run_ranks(plan_path)

@@ -17,6 +17,7 @@ from tests.support.configs import unlike_hosts
 from tests.support.device import DEVICE_KIND, on_device
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
+from tests.support.tiny_shards import MakeRun
 from training.records.plan import RunPlan
 from training.strategies.optim import LossScale
 from training.tracking.rows import read_rows
@@ -25,13 +26,13 @@ COMMON = {"model__dropout": 0.0, "train__steps": 8}
 
 
 @pytest.fixture(scope="module")
-def fp32(make_run: Callable[..., Path]) -> Path:
+def fp32(make_run: MakeRun) -> Path:
     plan_path = make_run("fp32", parallel__strategy="single", **COMMON)
     run_ranks(plan_path)
     return plan_path
 
 
-def run(make_run: Callable[..., Path], layout: str, precision: str, **overrides: Any) -> Path:
+def run(make_run: MakeRun, layout: str, precision: str, **overrides: Any) -> Path:
     ranks, parallel = LAYOUTS.get(layout, (1, {"parallel__strategy": "single"}))
     config = {**COMMON, **parallel, "parallel__precision": precision, **overrides}
     plan_path = make_run(f"{layout} {precision} {overrides}", ranks=ranks, **config)
@@ -57,14 +58,14 @@ RESIDUAL = {"train__residual": "bf16"}
     ids=str,
 )
 def test_low_precision_learns_as_fp32_does(
-    layout: str, precision: str, overrides: dict[str, Any], fp32: Path, make_run: Callable[..., Path]
+    layout: str, precision: str, overrides: dict[str, Any], fp32: Path, make_run: MakeRun
 ) -> None:
     expected, got = losses(fp32), losses(run(make_run, layout, precision, **overrides))
     assert max(abs(expected[step] - got[step]) for step in expected) < 0.02
     assert got != expected, "the precision was used"
 
 
-def test_the_loss_scale_is_logged_and_goes_on_where_it_was(make_run: Callable[..., Path]) -> None:
+def test_the_loss_scale_is_logged_and_goes_on_where_it_was(make_run: MakeRun) -> None:
     plan_path = run(make_run, "single", "fp16")
     scales = {row["step"]: row["loss_scale"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "loss" in row}
     assert set(scales) == set(range(1, 9))
@@ -86,7 +87,7 @@ def test_an_overflow_halves_the_scale_and_a_long_good_stretch_doubles_it() -> No
     assert dict(scale.state()).keys() == {"loss_scale", "loss_scale_good_steps"}
 
 
-def test_a_checkpoint_may_come_before_the_first_update(make_run: Callable[..., Path]) -> None:
+def test_a_checkpoint_may_come_before_the_first_update(make_run: MakeRun) -> None:
     """fp16 leaves out its first steps while the scale adapts."""
     from training.models.language_model import unfilled_model
     from training.runtime.mesh import build_mesh
@@ -108,7 +109,7 @@ UNLIKE = [("bf16", "fp32"), ("fp16", "bf16"), ("fp32", "fp16")]
 
 
 @pytest.fixture(scope="module")
-def unlike(make_run: Callable[..., Path]) -> Callable[..., Path]:
+def unlike(make_run: MakeRun) -> Callable[..., Path]:
     """The plan of two ranks of such precisions."""
 
     def planned(precisions: tuple[str, str], name: str = "", **overrides: Any) -> Path:

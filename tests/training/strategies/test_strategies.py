@@ -15,6 +15,7 @@ from tests.support.device import LOOSER
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
 from tests.support.repository import REPO
+from tests.support.tiny_shards import MakeRun
 from training.checkpoint.safetensors_files import TensorFiles
 from training.models.document_attention import CPU_CONTEXT
 from training.records.plan import RunPlan
@@ -97,7 +98,7 @@ def written(plan_path: Path) -> list[tuple[int, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def alone(make_run: Callable[..., Path]) -> Callable[..., Path]:
+def alone(make_run: MakeRun) -> Callable[..., Path]:
     """The run of one process on whole batches: no accumulation, no reduction. Made once per config."""
     made: dict[str, Path] = {}
 
@@ -124,7 +125,7 @@ def test_every_strategy_has_a_layout() -> None:
     ],
 )
 def test_ranks_that_accumulate_and_clip_equal_one_process(
-    layout: str, alone: Callable[..., Path], make_run: Callable[..., Path]
+    layout: str, alone: Callable[..., Path], make_run: MakeRun
 ) -> None:
     ranks, overrides = LAYOUTS[layout]
     plan_path = make_run(layout, ranks=ranks, **COMMON, **SMALL, **overrides)
@@ -138,7 +139,7 @@ def test_ranks_that_accumulate_and_clip_equal_one_process(
     ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp x tp", "zero2", "unlike", "cp", "pp"))],
 )
 def test_document_masks_padding_and_an_uneven_last_batch(
-    layout: str, packing: str, alone: Callable[..., Path], make_run: Callable[..., Path]
+    layout: str, packing: str, alone: Callable[..., Path], make_run: MakeRun
 ) -> None:
     ranks, overrides = LAYOUTS[layout]
     plan_path = make_run(f"{layout} {packing}", ranks=ranks, **COMMON, **SMALL, **DATA[packing], **overrides)
@@ -162,7 +163,7 @@ def test_document_masks_padding_and_an_uneven_last_batch(
     ],
 )
 def test_other_architectures_have_tensor_and_pipeline_plans(
-    layout: str, architecture: str, alone: Callable[..., Path], make_run: Callable[..., Path]
+    layout: str, architecture: str, alone: Callable[..., Path], make_run: MakeRun
 ) -> None:
     model = {"model__architecture": architecture, "model__kv_heads": 0}
     ranks, overrides = LAYOUTS[layout]
@@ -174,9 +175,7 @@ def test_other_architectures_have_tensor_and_pipeline_plans(
 @pytest.mark.parametrize(
     "layout", ["pp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tp", "unlike"))]
 )
-def test_an_untied_head_is_a_matrix_of_its_own(
-    layout: str, alone: Callable[..., Path], make_run: Callable[..., Path]
-) -> None:
+def test_an_untied_head_is_a_matrix_of_its_own(layout: str, alone: Callable[..., Path], make_run: MakeRun) -> None:
     ranks, overrides = LAYOUTS[layout]
     untied = {"model__tie_embeddings": False}
     plan_path = make_run(f"untied {layout}", ranks=ranks, **COMMON, **SMALL, **untied, **overrides)
@@ -188,9 +187,7 @@ def test_an_untied_head_is_a_matrix_of_its_own(
     "layout",
     ["pp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp x tp", "zero2", "unlike", "cp"))],
 )
-def test_a_z_loss_is_that_of_one_process(
-    layout: str, alone: Callable[..., Path], make_run: Callable[..., Path]
-) -> None:
+def test_a_z_loss_is_that_of_one_process(layout: str, alone: Callable[..., Path], make_run: MakeRun) -> None:
     ranks, overrides = LAYOUTS[layout]
     expected = alone("z-loss", train__z_loss=0.01)
     plan_path = make_run(f"{layout} z-loss", ranks=ranks, **COMMON, **SMALL, train__z_loss=0.01, **overrides)
@@ -214,7 +211,7 @@ def test_a_z_loss_is_that_of_one_process(
     ],
 )
 def test_activation_checkpointing_changes_nothing_but_memory(
-    layout: str, kind: str, alone: Callable[..., Path], make_run: Callable[..., Path]
+    layout: str, kind: str, alone: Callable[..., Path], make_run: MakeRun
 ) -> None:
     ranks, overrides = LAYOUTS.get(layout, (1, {"parallel__strategy": "single"}))
     again = {"train__activation_checkpointing": kind}
@@ -224,7 +221,7 @@ def test_activation_checkpointing_changes_nothing_but_memory(
 
 
 @pytest.mark.slow
-def test_activation_checkpointing_repeats_the_dropout(make_run: Callable[..., Path]) -> None:
+def test_activation_checkpointing_repeats_the_dropout(make_run: MakeRun) -> None:
     runs = {}
     for kind in ("none", "full", "selective"):
         config = {**COMMON, "model__dropout": 0.2, "model__architecture": "gpt2", "model__kv_heads": 0}
@@ -240,9 +237,7 @@ def test_activation_checkpointing_repeats_the_dropout(make_run: Callable[..., Pa
     ("architecture", "steps", "rate"),
     [pytest.param("gpt2", 80, 3e-3, marks=pytest.mark.slow), pytest.param("bert", 300, 1e-2, marks=pytest.mark.long)],
 )
-def test_other_architectures_learn_under_ddp(
-    architecture: str, steps: int, rate: float, make_run: Callable[..., Path]
-) -> None:
+def test_other_architectures_learn_under_ddp(architecture: str, steps: int, rate: float, make_run: MakeRun) -> None:
     plan_path = make_run(
         architecture,
         ranks=2,
@@ -275,7 +270,7 @@ def test_other_architectures_learn_under_ddp(
     ],
 )
 def test_unequal_shares_make_the_update_of_one_process(
-    strategy: str, shares: tuple[int, ...], packing: str, alone: Callable[..., Path], make_run: Callable[..., Path]
+    strategy: str, shares: tuple[int, ...], packing: str, alone: Callable[..., Path], make_run: MakeRun
 ) -> None:
     """Two micro-batches each, of unequal sizes, and sequences of unequal lengths."""
     ranks, overrides = LAYOUTS[strategy]
@@ -298,14 +293,14 @@ def test_unequal_shares_make_the_update_of_one_process(
     assert_equal_training(expected, plan_path)
 
 
-def test_replicas_of_unlike_shape_hold_the_same_bits(make_run: Callable[..., Path]) -> None:
+def test_replicas_of_unlike_shape_hold_the_same_bits(make_run: MakeRun) -> None:
     """They add up the gradient's norm in unlike orders; dropout is on, so that the norm's last bits are any."""
     ranks, overrides = LAYOUTS["unlike"]
     plan_path = make_run("same bits", ranks=ranks, **(COMMON | {"model__dropout": 0.1}), **SMALL, **overrides)
     run_ranks(plan_path, program="tests.programs.replicas_agree")
 
 
-def test_ddp_settings_change_no_result(alone: Callable[..., Path], make_run: Callable[..., Path]) -> None:
+def test_ddp_settings_change_no_result(alone: Callable[..., Path], make_run: MakeRun) -> None:
     ddp_settings = {"parallel__bucket_mib": 1, "train__deterministic": True}
     plan_path = make_run("ddp-settings", ranks=2, **COMMON, train__micro_batch=4, **ddp_settings)
     run_ranks(plan_path)
@@ -322,7 +317,7 @@ main(Path(sys.argv[1]))
 
 
 @pytest.mark.slow  # an interpreter of its own that imports DeepSpeed: 15 s
-def test_zero_trains_a_cpu_plan_on_a_machine_that_has_a_gpu(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_zero_trains_a_cpu_plan_on_a_machine_that_has_a_gpu(make_run: MakeRun, tmp_path: Path) -> None:
     """DeepSpeed by itself takes the GPU that it sees; the plan's device counts."""
     plan_path = make_run("zero beside a GPU", ranks=1, **COMMON, parallel__strategy="zero2")
     assert RunPlan.read(plan_path).device_kind == "cpu"

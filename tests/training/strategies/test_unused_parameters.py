@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from transformers import AutoConfig
 
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import Ranks, losses, run_ranks
-from tests.support.tiny_shards import VOCAB
+from tests.support.tiny_shards import VOCAB, MakeRun
 from tests.training.strategies.test_strategies import COMMON, SMALL, assert_equal_training
 
 CROSS = '["transformer.h.*.crossattention.*", "transformer.h.*.ln_cross_attn.*"]'
@@ -27,7 +26,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(gpt2: dict[str, Any], make_run: Callable[..., Path]) -> Path:
+def alone(gpt2: dict[str, Any], make_run: MakeRun) -> Path:
     plan_path = make_run("unused", **gpt2, parallel__strategy="single")
     run_ranks(plan_path)
     return plan_path
@@ -38,7 +37,7 @@ SLOW = ("hsdp", "tp", "zero1 x tp", "zero1 x pp")
 
 @pytest.mark.parametrize("layout", ["fsdp", "pp", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_others_leave_them_as_they_were_and_say_so(
-    layout: str, gpt2: dict[str, Any], alone: Path, make_run: Callable[..., Path]
+    layout: str, gpt2: dict[str, Any], alone: Path, make_run: MakeRun
 ) -> None:
     ranks, parallel = LAYOUTS[layout]
     plan_path = make_run(f"unused {layout}", ranks=ranks, **gpt2, **parallel)
@@ -50,7 +49,7 @@ def test_others_leave_them_as_they_were_and_say_so(
 
 @pytest.mark.parametrize("layout", ["ddp", "local-sgd", "zero1", "zero2", "zero3"])
 def test_strategies_that_need_every_gradient_are_refused_when_the_run_is_planned(
-    layout: str, gpt2: dict[str, Any], make_run: Callable[..., Path]
+    layout: str, gpt2: dict[str, Any], make_run: MakeRun
 ) -> None:
     ranks, parallel = LAYOUTS[layout]
     with pytest.raises(ValueError, match=r"add_cross_attention=true: .* set|with train.freeze='\[\"\*cross\*\"\]'"):
@@ -61,7 +60,7 @@ def test_strategies_that_need_every_gradient_are_refused_when_the_run_is_planned
     "layout", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp 4", "zero2", "zero3"))]
 )
 def test_frozen_they_train_as_one_process_does(
-    layout: str, gpt2: dict[str, Any], alone: Path, make_run: Callable[..., Path]
+    layout: str, gpt2: dict[str, Any], alone: Path, make_run: MakeRun
 ) -> None:
     ranks, parallel = LAYOUTS[layout]
     plan_path = make_run(f"frozen {layout}", ranks=ranks, **gpt2, **parallel, train__freeze=["*cross*"])
@@ -73,7 +72,7 @@ def test_frozen_they_train_as_one_process_does(
     "layout", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp 4", "zero2", "zero3"))]
 )
 def test_what_the_config_does_not_show_is_named_before_the_first_update(
-    layout: str, gpt2: dict[str, Any], make_run: Callable[..., Path]
+    layout: str, gpt2: dict[str, Any], make_run: MakeRun
 ) -> None:
     ranks, parallel = LAYOUTS[layout]
     plan_path = make_run(f"named {layout}", ranks=ranks, **gpt2, **parallel, train__freeze=["*ln_cross*"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.support.configs import inventory, tiny_config
 from tests.support.ranks import result, run_ranks
+from tests.support.tiny_shards import MakeRun
 from training.planner.plan import make_plan
 from training.records.plan import RunPlan
 from training.records.train_result import StoppedBy, TrainResult
@@ -37,7 +37,7 @@ def validated_at(plan_path: Path) -> list[int]:
     return [row["step"] for row in rows(plan_path) if "val_loss" in row]
 
 
-def test_hours_stop_all_ranks_with_a_checkpoint_and_earlier_attempts_count(make_run: Callable[..., Path]) -> None:
+def test_hours_stop_all_ranks_with_a_checkpoint_and_earlier_attempts_count(make_run: MakeRun) -> None:
     hours = LIMIT_S / 3600
     plan_path = make_run("hours", ranks=2, train__steps=100_000, train__max_hours=hours, checkpoint__every_steps=5000)
     run_ranks(plan_path)
@@ -58,7 +58,7 @@ def test_hours_stop_all_ranks_with_a_checkpoint_and_earlier_attempts_count(make_
 
 
 @pytest.fixture(scope="module")
-def stopped_early(make_run: Callable[..., Path]) -> Path:
+def stopped_early(make_run: MakeRun) -> Path:
     plan_path = make_run(
         "early",
         parallel__strategy="single",
@@ -79,7 +79,7 @@ def test_early_stop_after_so_many_validations_without_a_new_best(stopped_early: 
     assert (stopped_early.parent / result(stopped_early).checkpoint / "manifest.json").exists()
 
 
-def test_a_resumed_run_stops_early_at_the_same_step(stopped_early: Path, make_run: Callable[..., Path]) -> None:
+def test_a_resumed_run_stops_early_at_the_same_step(stopped_early: Path, make_run: MakeRun) -> None:
     plan_path = make_run(
         "early-resumed",
         parallel__strategy="single",
@@ -96,7 +96,7 @@ def test_a_resumed_run_stops_early_at_the_same_step(stopped_early: Path, make_ru
     assert result(plan_path).stopped_by == "early stop"
 
 
-def test_without_validations_there_is_none_at_the_end(make_run: Callable[..., Path]) -> None:
+def test_without_validations_there_is_none_at_the_end(make_run: MakeRun) -> None:
     plan_path = make_run("unvalidated", parallel__strategy="single", train__steps=3, evaluation__every_steps=0)
     run_ranks(plan_path)
     assert validated_at(plan_path) == []

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, reasons, tiny_config
 from tests.support.layouts import LAYOUTS
-from tests.support.ranks import kill_and_resume, run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.tiny_shards import MakeRun
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.planner.plan import make_plan
 from training.records.plan import RunPlan
@@ -36,7 +35,7 @@ def test_the_plan_counts_every_limit_in_larger_steps() -> None:
     small, grown = planned(batch_schedule=[], steps=8), planned(steps=8)
     assert [grown.batches.size(step) for step in range(8)] == SIZES
     assert (grown.sequences, grown.tokens) == (sum(SIZES), 16 * sum(SIZES))
-    assert any("16 from step 4 on; 32 from step 7 on" in reason for reason in grown.reasons)
+    assert reasons(grown, "16 from step 4 on; 32 from step 7 on")
     assert planned(max_tokens=16 * sum(SIZES)).steps == 8
     assert planned(max_tokens=16 * sum(SIZES) - 1).steps == 7
     mean = sum(SIZES) / len(SIZES) / 8
@@ -68,7 +67,7 @@ def test_what_cannot_grow_is_refused_with_numbers(schedule: list[tuple[int, int]
         *(pytest.param(name, marks=pytest.mark.long) for name in ("pp interleaved", "unlike", "fsdp x tp")),
     ],
 )
-def test_ranks_that_accumulate_more_equal_one_process(layout: str, make_run: Callable[..., Path]) -> None:
+def test_ranks_that_accumulate_more_equal_one_process(layout: str, make_run: MakeRun) -> None:
     alone = make_run("alone-grows", **GROWS | {"train__micro_batch": 8, "parallel__strategy": "single"})
     if not (alone.parent / "result.json").exists():
         run_ranks(alone)
@@ -80,18 +79,3 @@ def test_ranks_that_accumulate_more_equal_one_process(layout: str, make_run: Cal
     assert [row["global_batch"] for row in rows] == SIZES
     assert [row["tokens"] for row in rows] == [16 * sum(SIZES[: step + 1]) for step in range(8)]
     assert TrainResult.read(plan_path.parent / "result.json").tokens == 16 * sum(SIZES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 1])
-def test_a_killed_run_goes_on_with_the_batches_that_were_planned(ranks: int, make_run: Callable[..., Path]) -> None:
-    settings = {**GROWS, "train__steps": 40, "parallel__strategy": "ddp", "train__micro_batch": 2}
-    undisturbed = make_run("undisturbed-grows", ranks=2, **settings)
-    if not (undisturbed.parent / "result.json").exists():
-        run_ranks(undisturbed)
-
-    def make(name: str, *, ranks: int) -> Path:
-        strategy = {} if ranks > 1 else {"parallel__strategy": "single"}
-        return make_run(f"grows {name}", ranks=ranks, **settings | strategy)
-
-    kill_and_resume(make, ranks=ranks, at_step=6, undisturbed=undisturbed)

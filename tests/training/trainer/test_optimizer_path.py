@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import Ranks, run_ranks
+from tests.support.tiny_shards import MakeRun
 from training.checkpoint.safetensors_files import TensorFiles
 
 SETTINGS: dict[str, Any] = {"model__dropout": 0.0, "train__schedule": "constant", "train__warmup_steps": 0}
@@ -19,7 +20,7 @@ CONTINUED = {**SETTINGS, "train__steps": 1, "checkpoint__every_steps": 1, "train
 
 
 @pytest.fixture(scope="module")
-def before(make_run: Callable[..., Path]) -> Path:
+def before(make_run: MakeRun) -> Path:
     """The checkpoint of a run of 4 steps."""
     plan_path = make_run("before", train__steps=4, checkpoint__every_steps=4, **SETTINGS)
     run_ranks(plan_path)
@@ -27,7 +28,7 @@ def before(make_run: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def continued(make_run: Callable[..., Path], before: Path) -> Callable[..., Path]:
+def continued(make_run: MakeRun, before: Path) -> Callable[..., Path]:
     def run(name: str, *, ranks: int = 1, **layout: Any) -> Path:
         own = {"model__init": "pretrained", "model__path": str(before), "train__optimizer_path": str(before)}
         plan_path = make_run(name, ranks=ranks, **(CONTINUED | own | layout))
@@ -68,7 +69,7 @@ def test_each_strategy_goes_on_as_one_rank_does(layout: str, continued: Callable
             torch.testing.assert_close(found[name], wanted[name], rtol=2e-3, atol=2e-6, msg=f"{kind} {name}")
 
 
-def test_a_folder_of_another_model_is_refused(make_run: Callable[..., Path], before: Path) -> None:
+def test_a_folder_of_another_model_is_refused(make_run: MakeRun, before: Path) -> None:
     (before.parent / "broken").mkdir()
     own = {"model__init": "pretrained", "model__path": str(before)}
     plan_path = make_run("refused", **CONTINUED, **own, train__optimizer_path=str(before.parent / "broken"))

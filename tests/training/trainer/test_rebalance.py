@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from tests.support.manifests import write_checkpoint_manifest
 from tests.support.ranks import Ranks, losses, result, run_ranks
+from tests.support.tiny_shards import MakeRun
 from tests.support.waiting import until
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.data.batch import MicroBatches
@@ -96,7 +97,7 @@ def rebalanced(plan_path: Path) -> list[dict[str, Any]]:
 )
 @pytest.mark.slow
 def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_keeps_the_shares(
-    strategy: str, settings: dict[str, Any], make_run: Callable[..., Path]
+    strategy: str, settings: dict[str, Any], make_run: MakeRun
 ) -> None:
     parallel = {"parallel__strategy": strategy, "parallel__rebalance": "on"}
     ranks = sum(map(len, settings.get("parallel__stages", ((4,), (4,)))))
@@ -123,7 +124,7 @@ def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_keeps_th
 
 @pytest.mark.slow
 def test_layers_move_to_the_faster_stage_at_a_checkpoint_and_a_resumed_run_keeps_them_there(
-    make_run: Callable[..., Path],
+    make_run: MakeRun,
 ) -> None:
     """Three layers take a stage longer than one takes the next; one moves, in the same processes."""
     settings = {
@@ -194,7 +195,7 @@ def test_one_layer_moves_where_it_helps_most(
     assert (after, gain) == (expected[0], pytest.approx(expected[1]))
 
 
-def test_the_median_of_three_timed_steps_decides(make_run: Callable[..., Path]) -> None:
+def test_the_median_of_three_timed_steps_decides(make_run: MakeRun) -> None:
     """The first step under new micro-batches compiles and allocates: it is no measure."""
     settings = {"parallel__strategy": "ddp", "parallel__rebalance": "on", "train__micro_batch": 32}
     plan_path = make_run("decides", ranks=2, **COMMON, **settings)
@@ -223,9 +224,7 @@ def test_the_median_of_three_timed_steps_decides(make_run: Callable[..., Path]) 
     assert again.decide(9, waits) is None
 
 
-def test_a_checkpoints_micro_batches_are_used_only_where_they_fit(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_checkpoints_micro_batches_are_used_only_where_they_fit(make_run: MakeRun, tmp_path: Path) -> None:
     plan = RunPlan.read(make_run("in force", ranks=2, parallel__strategy="ddp", parallel__rebalance="on"))
     assert plan.micro_batches == (2, 2)
     made = write_checkpoint_manifest(tmp_path, step=3, mesh=plan.mesh, world_size=2, micro_batches=(3, 1))
