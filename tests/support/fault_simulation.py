@@ -68,6 +68,7 @@ from tasks.tracking.mlflow_run import TrackedRun, tracked
 from tasks.workspace import wait
 from tests.support.configs import inventory, tiny_config
 from training.checkpoint.retention import prune, remove_leftovers
+from training.checkpoint.writer import NUM_TRIES
 from training.config.launch import LaunchConfig
 from training.records import record
 from training.records.checkpoint import (
@@ -752,14 +753,13 @@ class Trainer:
             raise self.checkpoint_error
 
     def _write_checkpoint(self, step: int) -> None:
-        config = self.plan.config.checkpoint
-        for tried in range(config.max_failures):
+        for tried in range(NUM_TRIES):
             try:
                 self._try_checkpoint(step)
                 break
             except OSError as error:
                 text = f"checkpoint of step {step}: rank 0 could not write a file ({error}), try {tried + 1}"
-                self.checkpoint_error = RuntimeError(text) if tried + 1 == config.max_failures else None
+                self.checkpoint_error = RuntimeError(text) if tried + 1 == NUM_TRIES else None
                 self.world.sleep(2.0**tried)
         else:
             return
