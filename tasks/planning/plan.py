@@ -247,7 +247,9 @@ def _idle(plan: RunPlan, inventory: Inventory) -> tuple[str, ...]:
 
 def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, inventory: Inventory) -> RunPlan:
     """Return the same plan with smaller micro-batches and their prediction; none may grow to its earlier size again."""
-    alike, pinned = len(set(micro_batches)) == 1, _as_chosen(plan)
+    alike, pinned = len(set(micro_batches)) == 1, plan.config.model_dump(mode="json")
+    for section, chosen in plan.chosen.items():
+        pinned[section] |= chosen
     pinned["parallel"]["shares"] = "equal" if alike else micro_batches
     pinned["train"]["micro_batch"] = micro_batches[0] if alike else 0
     lower = _planned_again(plan, pinned, inventory=inventory)
@@ -286,14 +288,6 @@ def without_compile(plan: RunPlan, *, inventory: Inventory, why: str) -> RunPlan
     update = {"config": plan.config, "mlflow_run_id": plan.mlflow_run_id, "reasons": (*eager.reasons, why)}
     update |= {"idle_hosts": (*eager.idle_hosts, *plan.idle_hosts)}  # a trial's hosts are the plan's
     return eager.model_copy(update=update)
-
-
-def _as_chosen(plan: RunPlan) -> dict[str, Any]:
-    """Return the content of a config that asks for what the plan has chosen."""
-    pinned = plan.config.model_dump(mode="json")
-    for section, chosen in plan.chosen.items():
-        pinned[section] |= chosen
-    return pinned
 
 
 def _planned_again(plan: RunPlan, content: dict[str, Any], *, inventory: Inventory) -> RunPlan:

@@ -47,8 +47,9 @@ def hypothetical_inventory(text: str) -> Inventory:
     for number, host, gb_per_s in groups:
         slowest = gb_per_s or min(given, default=0.0)  # a group that says nothing is no faster than the others
         if num_hosts > 1:
-            network = {"network_gb_per_s": slowest, "network_latency_us": _network_latency_us(host, num_hosts)}
-            host = host.model_copy(update=network)
+            # through a tree: along each host's GPUs, then up and down through log2 of the hosts
+            latency_us = max(START_US, host.allreduce_latency_us) + 2 * math.log2(num_hosts) * NETWORK_HOP_US
+            host = host.model_copy(update={"network_gb_per_s": slowest, "network_latency_us": latency_us})
         hosts += [host.model_copy(update={"name": f"hypothetical-{len(hosts) + i}"}) for i in range(number)]
     return Inventory(hosts=tuple(hosts))
 
@@ -123,9 +124,3 @@ def _host(gpu: KnownGpu, num_gpus: int) -> Host:
         compile_lacks="",  # NVIDIA's image, the base of ours, has what it needs
         versions={HYPOTHETICAL: f"{gpu.name}: {gpu.source}, shares measured on {gpu.measured_as}"},
     )
-
-
-def _network_latency_us(host: Host, num_hosts: int) -> float:
-    """Latency of a tree: along each host's GPUs, then up and down through log2 of the hosts."""
-    along_host = max(0.0, host.allreduce_latency_us - START_US)
-    return START_US + along_host + 2 * math.log2(num_hosts) * NETWORK_HOP_US if num_hosts > 1 else 0.0

@@ -115,19 +115,16 @@ class RankPrices:
             return view
         return replace(view, stages=((rank.layers,) * rank.length,) * layout.dp).priced_at(0, rank.stage)
 
-    def _cluster(self, rank: Rank) -> Cluster:
-        """Return the run's, with this rank's rates; on each host so many ranks as share its network at once."""
-        if not rank.length:
-            return rank.device.cluster
-        return replace(rank.device.cluster, ranks_per_host=(rank.on_host,) * self.run.num_hosts)
-
     def correction(self, layout: Layout) -> Correction:
         return self.question.corrections.of(self.config, layout)
 
     def _seconds(self, layout: Layout, rank: Rank, micro_batch: int, accumulation: int) -> dict[str, float]:
         """Return the seconds of a step by part, if all ranks were like this one; corrected."""
         view = self._view(layout, rank, micro_batch, accumulation)
-        parts = step_s(our_step(self.config, self.jobs[rank.device.precision], view, self._cluster(rank)))
+        cluster = rank.device.cluster
+        if rank.length:  # so many ranks share a host's network at once
+            cluster = replace(cluster, ranks_per_host=(rank.on_host,) * self.run.num_hosts)
+        parts = step_s(our_step(self.config, self.jobs[rank.device.precision], view, cluster))
         return correct_seconds(parts, self.correction(layout))
 
     def _memory(self, layout: Layout, rank: Rank, micro_batch: int) -> dict[str, float]:

@@ -193,15 +193,11 @@ def _why_sequence_parallel(ranking: Ranking) -> str:
 
 
 def _misses(each: PricedLayout) -> str:
-    return f"{each.layout} needs {_lack(each)}"
-
-
-def _lack(each: PricedLayout) -> str:
     """Return how much a rank needs, or its host, and how much more that is than is usable."""
     needed, usable, where = each.needed_gib, each.usable_gib, "per rank"
     if each.host_missing_gib > needed - usable:
         needed, usable, where = each.host_gib, each.usable_host_gib, "of its host's memory"
-    return f"{needed:.1f} GiB {where}, {needed - usable:.1f} GiB more than the {usable:.1f} usable"
+    return f"{each.layout} needs {needed:.1f} GiB {where}, {needed - usable:.1f} GiB more than the {usable:.1f} usable"
 
 
 def too_few(each: PricedLayout) -> str:
