@@ -1,7 +1,7 @@
 """What MkDocs does for the site beyond copying docs/: `mkdocs.yml` names this file.
 
 - Makes the reference from the code: every field of the config, every command, every package,
-  every kind of file that a corpus may hold or may not.
+  every kind of file that a corpus may hold or may not, every metric for Prometheus.
 - Adds CONTRIBUTING, CHANGELOG and SECURITY of the repository's top.
 - Links that lead out of docs/ lead to files of the repository: to `repo_url` where mkdocs.yml has one, else to nothing,
   and the file's path is shown in place of the link.
@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from flows.cli.command import make_parser
 from tasks.data.contents import CONTENTS, FORMATS
 from tasks.data.decompression import COMPRESSIONS
+from tasks.operations.run_metrics import RunMetrics
 from training.config.run import RunConfig
 from training.config.serving import ServeConfig
 
@@ -45,7 +46,7 @@ TYPES |= {"array": "list", "object": "mapping", "null": "null"}
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {"reference/config.md": config_reference(), "reference/commands.md": command_reference()}
-    pages["reference/files.md"] = file_reference()
+    pages |= {"reference/files.md": file_reference(), "reference/metrics.md": metric_reference()}
     pages |= {place: (REPO / name).read_text() for name, place in FROM_THE_TOP.items()}
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
@@ -152,6 +153,14 @@ Compressed: {" ".join(f"`{suffix}`" for suffix in COMPRESSIONS)}. Refused, or wi
 
 {refused}
 """
+
+
+def metric_reference() -> str:
+    found = sorted(RunMetrics(REPO, keep_s=0).collect(), key=lambda metric: metric.name)
+    names = [f"`{metric.name}{'_total' if metric.type == 'counter' else ''}`" for metric in found]
+    table = _table(("metric", "what it is"), zip(names, (metric.documentation for metric in found), strict=True))
+    about = "`shardline metrics` serves these for Prometheus ([alerts and metrics](../alerts.md))."
+    return f"# Metrics of runs\n\n{about} Those of runs have the labels `run` and `strategy`.\n\n{table}\n"
 
 
 def package_table() -> str:

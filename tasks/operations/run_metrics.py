@@ -68,7 +68,7 @@ class RunMetrics(Collector):
         runs = list(self._runs())
         info = GaugeMetricFamily(
             "shardline_run_info",
-            "1 for each run; status: running, finished, failed, stopped",
+            "1 for each run; status: running, finished, failed, stopped, killed",
             labels=[*LABELS, "status"],
         )
         for run in runs:
