@@ -47,6 +47,7 @@ from training.config.run import RunConfig
 from training.planner.plan import make_plan
 from training.records.inventory import Device, Host, Inventory
 from training.records.plan import RunPlan
+from training.records.text_encoding import NOTHING_SPECIAL
 from training.records.token_shards import TokenShards
 from training.runtime.process import process_group
 from training.shards.format import write_shard
@@ -90,6 +91,7 @@ def make_run(folder: Path) -> RunPlan:
         vocab_size=VOCAB,
         end_id=0,
         mask_id=None,
+        text_encoding=NOTHING_SPECIAL,
         dtype="uint16",
         split_rule="none",
         shards=tuple(written),

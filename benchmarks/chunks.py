@@ -112,6 +112,7 @@ def measure(kind: str, number: int, folder: Path) -> dict[str, float]:
             vocab_size=tokenizer.vocab_size,
             end_id=tokenizer.end_id,
             mask_id=None,
+            text_encoding=tokenizer.encoding,
             dtype=tokenizer.dtype,
             split_rule=work.rule.why,
             shards=tuple(shard for chunk in chunks for shard in made[chunk.index].shards),

@@ -54,12 +54,6 @@ def main(plan_path: Path) -> None:
         opened = open_model(plan, folder, rank=rank)
         manifest = TokenShards.read(Path(plan.shards_dir) / "manifest.json")
         sources = held_out_sources(manifest)
-        if sources is None and rank.rank == 0:
-            logger.warning(
-                "%s does not record which file its held-out tokens came from, so there are no figures by source: "
-                "delete it to tokenize again",
-                plan.shards_dir,
-            )
         sums, of_weights = held_out_sums(opened, sources, progress), dict[str, Any]()
         if plan.averaged:
             sums, of_weights = choose_weights(opened, sums, sources, progress)
@@ -82,21 +76,20 @@ def main(plan_path: Path) -> None:
 
 
 @torch.no_grad()
-def held_out_sums(opened: Opened, sources: HeldOutSources | None, progress: Progress) -> np.ndarray:
+def held_out_sums(opened: Opened, sources: HeldOutSources, progress: Progress) -> np.ndarray:
     """fp64 [sources, 3] over all ranks: summed loss, right first guesses and predicted tokens of the validation split.
 
     A token counts for the source that it, the target, was read from: a sequence may hold several. Token losses are
     summed in fp64, so that the number of ranks changes nothing beyond the last digits.
     """
     rank, plan = opened.rank, opened.plan
-    sums = torch.zeros(len(sources.names) if sources else 1, 3, dtype=torch.float64, device=rank.device)
+    sums = torch.zeros(len(sources.names), 3, dtype=torch.float64, device=rank.device)
     batches = held_out_placed(plan, rank=opened.dp_rank, world_size=plan.dp, device=rank.device)
     progress.begin("evaluating held-out text", total=len(batches), unit="batches")
     for batch, places in batches:
         losses, right = opened.strategy.scores(batch)
         predicted = (batch.targets.flatten() != IGNORED) & opened.counts
-        numbers = sources.of(places) if sources else np.zeros_like(places)
-        rows = torch.from_numpy(numbers.reshape(-1)).to(rank.device)
+        rows = torch.from_numpy(sources.of(places).reshape(-1)).to(rank.device)
         sums.index_add_(0, rows, torch.stack([losses.double(), right.double(), predicted.double()], dim=1))
         progress.advance()
     dist.all_reduce(sums)
@@ -104,7 +97,7 @@ def held_out_sums(opened: Opened, sources: HeldOutSources | None, progress: Prog
 
 
 def choose_weights(
-    opened: Opened, last: np.ndarray, sources: HeldOutSources | None, progress: Progress
+    opened: Opened, last: np.ndarray, sources: HeldOutSources, progress: Progress
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Measure the average of the checkpoints beside the last weights, whose sums are `last`; the model then has those
     that export.weights chooses. Return their sums, and the report's fields on both. Collective.
@@ -143,10 +136,8 @@ def figures_of(sums: np.ndarray, text_bytes: int, *, causal: bool) -> dict[str, 
     }
 
 
-def by_source(sums: np.ndarray, sources: HeldOutSources | None, *, causal: bool) -> tuple[SourceFigures, ...]:
+def by_source(sums: np.ndarray, sources: HeldOutSources, *, causal: bool) -> tuple[SourceFigures, ...]:
     """Return figures of each source, the largest first; sources without a predicted token are left out."""
-    if sources is None:
-        return ()
     rows = zip(sources.names, sources.text_bytes, sums, strict=True)
     return tuple(
         SourceFigures(source=name, **figures_of(row, text_bytes, causal=causal))

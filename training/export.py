@@ -51,7 +51,7 @@ from training.models.language_model import LanguageModel, load_model
 from training.models.pretrained import auto_class_of
 from training.node.limits import usable_memory_bytes
 from training.records.checkpoint import check_model, checkpoint_folder, reading
-from training.records.model_state import WITHOUT_BUFFERS, Shapes, check_export
+from training.records.model_state import Shapes, check_export
 from training.records.plan import RunPlan
 from training.records.record import sha256_file, write_atomically
 from training.records.results import QUANTIZED, EvalReport, ExportedModel, ParityReport
@@ -134,10 +134,7 @@ def _averaged(plan: RunPlan, result: TrainResult, run_dir: Path) -> list[Path]:
 
 
 def lacks_graphs(existing: ExportedModel, plan: RunPlan) -> bool:
-    """Return whether the plan asks for a graph that an export neither has nor left out for a reason, or whether an
-    older version made the export, which may lack buffers."""
-    if not existing.tensors and plan.shape.architecture not in WITHOUT_BUFFERS:
-        return True
+    """Return whether the plan asks for a graph that an export neither has nor left out for a reason."""
     if "onnx" in existing.skipped:
         return not why_no_graphs(plan)
     kinds = {precision: "batch" if precision in QUANTIZED else "forward" for precision in plan.config.export.precisions}

@@ -132,8 +132,10 @@ def _write_export(folder: Path, size: str) -> tuple[Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from training.exports.onnx_graphs import save_graphs, save_quantized
+    from training.records.model_state import saved_shapes
     from training.records.record import sha256_file
     from training.records.results import ExportedModel, ParityReport
+    from training.records.text_encoding import NOTHING_SPECIAL
 
     folder.mkdir(parents=True)
     tokenizer = _tokenizer(folder, SIZES[size]["vocab_size"])
@@ -153,6 +155,9 @@ def _write_export(folder: Path, size: str) -> tuple[Any, Any]:
         objective="causal",
         context=CONTEXT,
         end_id=0,
+        end_ids=(0,),
+        text_encoding=NOTHING_SPECIAL,
+        tensors=saved_shapes(folder),
         files={path.name: sha256_file(path) for path in folder.iterdir()},
         parity=ParityReport(reload_logit_difference=0, reload_logit_difference_bound=0, graphs=()),
         skipped={},

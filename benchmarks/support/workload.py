@@ -18,6 +18,7 @@ from training.planner.plan import make_plan
 from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory, Measured
 from training.records.plan import RunPlan
+from training.records.text_encoding import NOTHING_SPECIAL
 from training.records.token_shards import TokenShards
 from training.shards.format import MANIFEST, token_dtype, write_shard
 
@@ -65,6 +66,7 @@ def write_corpus(folder: Path, *, vocab_size: int, text: Path | None = None) -> 
         vocab_size=vocab_size,
         end_id=0,
         mask_id=None,
+        text_encoding=NOTHING_SPECIAL,
         dtype=token_dtype(vocab_size),
         split_rule="tail",
         shards=tuple(

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _is_bad_input(error: Exception) -> bool:
     """Whether the user caused the error: it is a ValueError, but not one from parsing a record or an answer."""
-    parsing = {"DamagedRecord", "JSONDecodeError", "ValidationError"}
+    parsing = {"DamagedRecord", "OtherFormat", "JSONDecodeError", "ValidationError"}
     return isinstance(error, ValueError) and type(error).__name__ not in parsing
 
 

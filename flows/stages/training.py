@@ -142,7 +142,7 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
             )
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")
         if config.evaluation.prompts != "auto":
-            check_prompts(folder / "tokenizer", shards.encoding, config.evaluation.prompts)
+            check_prompts(folder / "tokenizer", shards.text_encoding, config.evaluation.prompts)
     return folder, shards
 
 

@@ -13,7 +13,6 @@ from tasks.registry.tags import TAG
 from tasks.tracking.client import connect, run_or_none
 from tasks.tracking.mlflow_run import EXACT, LEFT_OUT, OVERRIDES, TrackedRun
 from tasks.workspace.paths import home, local_path, run_folder, tracking_uri
-from training.config.credentials import RECORD
 from training.config.run import RunConfig
 from training.facts.placed import place
 from training.records.plan import RunPlan
@@ -66,8 +65,8 @@ def find_original(ref: str) -> Original:
             "whose folder is still there makes it anew"
         )
     _require_one_config(run.data.tags, ref)
-    config, plan = (_artifact(run, name) for name in ("config.json", "plan.json"))
-    if (left_out := run.data.tags.get(LEFT_OUT)) and RunPlan.read(plan).config.train.on_spike != "rewind":
+    plan = RunPlan.read(_artifact(run, "plan.json"))
+    if (left_out := run.data.tags.get(LEFT_OUT)) and plan.config.train.on_spike != "rewind":
         raise ValueError(
             f"{ref} was trained without the batches of steps {left_out} (resume --without), which its config does not "
             "say: a repetition would train on them, so there is nothing to compare it with"
@@ -76,8 +75,8 @@ def find_original(ref: str) -> Original:
     return Original(
         run_id=run.data.tags.get(f"{TAG}run_id", ref),
         mlflow_run_id=mlflow_run_id,
-        config=RunConfig.model_validate_json(config.read_bytes(), context=RECORD),
-        plan=RunPlan.read(plan),
+        config=RunConfig.model_validate_json(_artifact(run, "config.json").read_bytes()),
+        plan=plan,
         git_commit=run.data.tags.get("mlflow.source.git.commit", "unknown"),
         losses={metric.step: metric.value for metric in history},
     )

@@ -27,7 +27,7 @@ from typing import Any, Literal
 from tasks.data.chunks import Chunk, cut_chunks, read_chunk
 from tasks.data.encoder import SavedTokenizer, TokensDiffer, forget_words
 from tasks.data.engine import Engine, LocalProcesses, run_chunks
-from tasks.data.readers import LONGEST_PIECE, Piece, Place, Span, read_spans
+from tasks.data.readers import Piece, Place, Span, read_spans
 from tasks.data.sample import READ_FACTOR, chunks_to_read, draw, up_to
 from tasks.data.sharding import TokenizeWork, tokenize_chunk
 from tasks.data.sources import (
@@ -39,7 +39,7 @@ from tasks.data.sources import (
     find_sources,
 )
 from tasks.data.split import SplitRule, choose_rule, no_text, split_pieces
-from tasks.data.survey import FindWork, Survey, find_tokens, survey_corpus
+from tasks.data.survey import Survey, survey_corpus
 from tasks.data.tokenizer import (
     Specials,
     content_hash,
@@ -47,7 +47,6 @@ from tasks.data.tokenizer import (
     save_tokenizer,
     special_tokens,
     text_encoding,
-    written_by_template,
 )
 from tasks.display.progress import TextProgress, text_progress
 from tasks.planning.pretrained import same_vocabulary
@@ -56,6 +55,7 @@ from tasks.workspace.locks import exclusive
 from training.config.data import SHARDS, DataConfig, TokenizerConfig
 from training.config.store import StoreConfig
 from training.facts.cures import Cure
+from training.facts.formats import FORMATS
 from training.records.record import sha256_file, write_atomically
 from training.records.text_encoding import TextEncoding
 from training.records.token_shards import (
@@ -75,11 +75,10 @@ from training.shards.format import (
     discard_damaged,
     discard_other_tokens,
     forget_chunks,
-    num_of_older_versions,
     read_manifest,
     verify_hashes,
 )
-from training.tokenizer.pretrained import PretrainedTokenizer, needs_context
+from training.tokenizer.pretrained import PretrainedTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -88,17 +87,13 @@ NO_STORE = StoreConfig()
 
 @dataclass(frozen=True)
 class _Shared:
-    """All corpora of one call share these: the tokenizer that is given, if any, its rule, and where shards are kept.
-
-    `written`: the tokens that the rule takes for special and the tokenizer's chat template writes.
-    """
+    """All corpora of one call share these: the tokenizer that is given, if any, its rule, and where shards are kept."""
 
     tokens_home: Path
     store: StoreConfig
     pretrained: PretrainedTokenizer | None
     specials: Specials
     encoding: TextEncoding
-    written: tuple[str, ...]
 
     @functools.cached_property
     def pretrained_hash(self) -> str:
@@ -109,31 +104,8 @@ class _Shared:
         return self.tokens_home / fingerprint[:16], fingerprint
 
 
-@dataclass(frozen=True)
-class _Format:
-    """A version of the way from text to tokens: beside text and settings, a part of the fingerprint.
-
-    Increase `version` when equal inputs give other shards than before. Since 2, chunks are cut by file and byte, and
-    documents of text and JSON lines are identified by their byte, not by their line. Increase `readers` when readers
-    take documents that data.on_error=skip left out. `sample`: where a drawn sample for the tokenizer is from; one that
-    is not drawn is the corpus's first text.
-    """
-
-    version: int = 2
-    readers: int = 2
-    sample: str = "drawn from all over the training text"
-
-
-TODAY = _Format()
-# Finished shards of these are used as they are, so that their runs can be resumed.
-OLDER = (
-    _Format(version=1, readers=1),
-    _Format(readers=1),
-    _Format(readers=1, sample="drawn from all over the corpus"),
-)
 MOST_SEARCHED = 2**20  # bytes of a .tsv file in which quotes are looked for
 IN_QUOTES = re.compile(rb'(?:^|(?<=\t))"((?>(?:[^"\t\n]++|"")*))"(?=[\t\r\n]|$)', re.MULTILINE)  # a field of a .tsv
-FOUND = ".special_tokens"  # folder, beside those of shards, of what the search for special tokens found
 SURVEY = "survey"  # folder, beside the shards while they are made
 
 
@@ -160,55 +132,35 @@ def prepare_corpus(
     pretrained = load_pretrained(data.tokenizer)
     specials = special_tokens(pretrained, masked=objective == "masked")
     encoding = text_encoding(data.tokenizer, pretrained, specials, continued=continued)
-    written = encoding.special_tokens if encoding.rule == "template" else ()
-    if encoding.rule == "all" and pretrained is not None:
-        with contextlib.suppress(ValueError):  # a template that cannot be read, which this rule does not need
-            written = written_by_template(pretrained)
-    joins = pretrained is not None and needs_context(pretrained.tokenizer)
     with contextlib.ExitStack() as stack:
         report = progress or stack.enter_context(text_progress())
         engine = engine or LocalProcesses(data.processes)
-        found = functools.partial(_found, report=report, engine=engine, joins=joins, sampled=sampled)
-        shared = _Shared(tokens_home.absolute(), store, pretrained, specials, encoding, written)
+        found = functools.partial(_found, report=report, engine=engine, sampled=sampled)
+        shared = _Shared(tokens_home.absolute(), store, pretrained, specials, encoding)
         if not data.sources:
-            folder, shards = _prepare_one(found(data), shared)
-        else:
-            parts = [
-                _Finished(*_shards_of(source.path, verify=sampled is None))
-                if source.path.startswith(SHARDS)
-                else found(own)
-                for source, own in ((source, data.of_source(source)) for source in data.sources)
-            ]
-            folder, shards = _prepare_mixture(data, parts, shared)
-    # Folders are shared by rules that give the same tokens, so the manifest may record another one.
-    return folder, shards.model_copy(update={"text_encoding": encoding})
+            return _prepare_one(found(data), shared)
+        parts = [
+            _Finished(*_shards_of(source.path, verify=sampled is None))
+            if source.path.startswith(SHARDS)
+            else found(own)
+            for source, own in ((source, data.of_source(source)) for source in data.sources)
+        ]
+        return _prepare_mixture(data, parts, shared)
 
 
 def _prepare_one(corpus: Corpus, shared: _Shared) -> tuple[Path, TokenShards]:
     """Return the shards of one corpus, with its own tokenizer or a pretrained one."""
 
-    def place(corpus: Corpus, made: _Format = TODAY) -> tuple[Path, str]:
-        return shared.place(_fingerprint(corpus, shared, made))
-
-    corpus = _with_rule(corpus, shared)
-    drawing = replace(corpus, draws=True)
-    older = [place(replace(each, joins=False), made) for made in OLDER for each in (corpus, drawing)]
-    if found := _first_finished([place(corpus), place(drawing)], older=older):
-        folder, manifest = found
-        return folder, corpus.with_files_left_out(manifest)
+    folder, fingerprint = shared.place(_fingerprint(corpus, shared))
+    if finished := _finished_manifest(folder):
+        return folder, corpus.with_files_left_out(finished)
     corpus.check_contents()
-    corpus = drawing if shared.pretrained is None and corpus.must_draw(num_corpora=1) else corpus
-    folder, fingerprint = place(corpus)
+    corpus = replace(corpus, draws=shared.pretrained is None and corpus.must_draw(num_corpora=1))
     with _write_lock(folder):
         if finished := _finished_manifest(folder) or _on_store(shared.store, folder):  # another process made it
             return folder, finished
         for damage in discard_damaged(folder):
             log.warning("%s: deleting the file and making it again", damage)
-        if older_chunks := num_of_older_versions(folder):
-            log.info(
-                "tokenizing %s again: an older version of Shardline finished them without all of today's counts",
-                counted(older_chunks, "chunk"),
-            )
         corpus = corpus.surveyed_in(folder / SURVEY)
         rule = corpus.choose_rule()
         log.info("split: %s", rule.why)
@@ -220,78 +172,9 @@ def _prepare_one(corpus: Corpus, shared: _Shared) -> tuple[Path, TokenShards]:
     return folder, manifest
 
 
-def _with_rule(corpus: Corpus, shared: _Shared) -> Corpus:
-    """Return the corpus with the special tokens on which its tokens depend, and so the address of its shards.
-
-    They are those that the rule takes for special, if the text holds one; by the rule `all` only the chat template's,
-    if the text holds no others.
-    """
-    if corpus.special is not None:
-        return corpus
-    taken, written = shared.encoding.special_tokens, shared.written
-    for special, tokens in ((taken, tuple(each for each in taken if each not in written)), (written, written)):
-        if tokens and _holds(corpus, shared, special, tokens):
-            return replace(corpus, special=special)
-    return replace(corpus, special=())
-
-
-def _holds(corpus: Corpus, shared: _Shared, special: tuple[str, ...], tokens: tuple[str, ...]) -> bool:
-    """Return whether the text holds one of the tokens, which is looked for once, unless shards tell it.
-
-    `special`: on which the address of shards depends if it does.
-    """
-
-    def folders(special: tuple[str, ...]) -> list[Path]:
-        both = (replace(corpus, special=special, draws=draws) for draws in (False, True))
-        return [shared.place(_fingerprint(each, shared))[0] for each in both]
-
-    those = folders(special)
-    others = [folder for fewer in {(), shared.written} - {special} for folder in folders(fewer)]
-
-    def told_by(manifest_of: Callable[[Path], TokenShards | None]) -> bool | None:
-        if any(map(manifest_of, those)):
-            return True
-        made = filter(None, map(manifest_of, others))
-        return False if any(each.text_encoding and not each.special_as_text for each in made) else None
-
-    kept = those[0].parent / FOUND / those[0].name
-    if (told := told_by(_manifest_here)) is not None:
-        return told
-    if kept.exists():
-        return kept.read_text(encoding="utf-8") == "yes"
-    if (told := told_by(functools.partial(_on_store, shared.store))) is not None:
-        return told
-    holds = _search(corpus, shared, tokens)
-    write_atomically(kept, "yes" if holds else "no")
-    return holds
-
-
-def _manifest_here(folder: Path) -> TokenShards | None:
-    with contextlib.suppress(OSError, ValueError):
-        return TokenShards.read(folder / MANIFEST)
-    return None
-
-
-def _search(corpus: Corpus, shared: _Shared, tokens: tuple[str, ...]) -> bool:
-    """Return whether the text holds one of the tokens; reads it as far as the first one."""
-    corpus.check_contents()
-    work = FindWork(corpus.data, shared.tokens_home, tokens)
-    sizes = {chunk.index: chunk.num_bytes for chunk in corpus.chunks}
-    done_bytes = 0
-    searched = run_chunks(corpus.engine, "find special tokens", find_tokens, work, corpus.chunks)
-    with contextlib.closing(searched):
-        for index, found in searched:
-            done_bytes += sizes[index]
-            corpus.report("special tokens", done_bytes, sum(sizes.values()) or None)
-            if found:
-                return True
-    return False
-
-
 def _prepare_mixture(data: DataConfig, given: list[Corpus | _Finished], shared: _Shared) -> tuple[Path, TokenShards]:
     """Return the shards of each corpus with one tokenizer, and the manifest of all."""
     names = tuple(source.label for source in data.sources)
-    given = [_with_rule(part, shared) if isinstance(part, Corpus) else part for part in given]
     corpora = [part for part in given if isinstance(part, Corpus)]
     if len(corpora) < len(given):
         _check_finished(data)
@@ -299,17 +182,13 @@ def _prepare_mixture(data: DataConfig, given: list[Corpus | _Finished], shared: 
             if isinstance(part, _Finished):
                 _check_rule(name, part.manifest, shared.encoding)
 
-    def place(**how: Any) -> tuple[Path, str]:
-        return shared.place(_fingerprint_of_mixture(names, given, shared, **how))
-
-    older = [place(made=made, draws=draws, joins=False) for made in OLDER for draws in (False, True)]
-    if found := _first_finished([place(), place(draws=True)], older=older):
-        return found
+    folder, fingerprint = shared.place(_fingerprint_of_mixture(names, given, shared))
+    if finished := _finished_manifest(folder):
+        return folder, finished
     for corpus in corpora:
         corpus.check_contents()
     draws = shared.pretrained is None and any(corpus.must_draw(num_corpora=len(corpora)) for corpus in corpora)
     corpora = [replace(corpus, draws=draws) for corpus in corpora]
-    folder, fingerprint = place(draws=draws)
     with _write_lock(folder):
         if finished := _finished_manifest(folder) or _on_store(shared.store, folder):
             return folder, finished
@@ -341,27 +220,12 @@ def _prepare_mixture(data: DataConfig, given: list[Corpus | _Finished], shared: 
     return folder, manifest
 
 
-def _fingerprint_of_mixture(
-    names: tuple[str, ...],
-    given: list[Corpus | _Finished],
-    shared: _Shared,
-    *,
-    made: _Format = TODAY,
-    draws: bool = False,
-    joins: bool = True,
-) -> str:
+def _fingerprint_of_mixture(names: tuple[str, ...], given: list[Corpus | _Finished], shared: _Shared) -> str:
+    """Return a hash of the sources' names and fingerprints."""
     fingerprints = [
-        _fingerprint(replace(part, joins=part.joins and joins), shared, made)
-        if isinstance(part, Corpus)
-        else part.manifest.fingerprint
-        for part in given
+        _fingerprint(part, shared) if isinstance(part, Corpus) else part.manifest.fingerprint for part in given
     ]
-    identity = {
-        "format": made.version,
-        "parts": list(zip(names, fingerprints, strict=True)),
-        **({"sample": made.sample} if draws else {}),
-    }
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return _hash(list(zip(names, fingerprints, strict=True)))
 
 
 def _apart(corpora: list[Corpus]) -> Iterator[Corpus]:
@@ -387,7 +251,7 @@ def _manifest_of_mixture(
     shards: list[Shard] = []
     for number, (name, (folder, manifest)) in enumerate(zip(names, parts, strict=True)):
         for shard in manifest.shards:
-            stretches = shard.stretches and tuple(
+            stretches = tuple(
                 stretch.model_copy(update={"source": stretch.source + len(sources)}) for stretch in shard.stretches
             )
             name_there = os.path.relpath(folder / shard.name, beside)
@@ -399,7 +263,7 @@ def _manifest_of_mixture(
         update={
             "fingerprint": fingerprint,
             "parts": names,
-            "text_encoding": encoding,  # a part may record another one that gave the same tokens
+            "text_encoding": encoding,  # a part that was finished before may have another one, which gave the same
             "sources": tuple(sources),
             "tokenizer_sha256": sha256_file(tokenizer),
             "split_rule": "; ".join(f"{name}: {each.split_rule}" for name, each in zip(names, manifests, strict=True)),
@@ -455,7 +319,7 @@ def _check_finished(data: DataConfig) -> None:
 
 def _check_rule(name: str, shards: TokenShards, wanted: TextEncoding) -> None:
     """Raise ValueError if other tokens would come of the text of these shards by the rule that is `wanted`."""
-    made = shards.encoding
+    made = shards.text_encoding
     if not shards.made_by(wanted):
         raise ValueError(
             f"data.sources: the tokens of {name} were made by another rule ({made.in_words}) than this run's "
@@ -494,8 +358,8 @@ def _found(data: DataConfig, *, sampled: Callable[[Corpus], Corpus] | None, **ho
     sources = find_sources(data, skipped, hashed=sampled is None)
     tables = [source for source in sources if source.format == "tsv" and data.table.quoting == "auto"]
     with ThreadPoolExecutor(LISTING_THREADS) as pool:
-        quotes = list(pool.map(_quotes_in, tables))
-    corpus = Corpus(data, sources, skipped, quotes, functools.cache(lambda: cut_chunks(sources, data)), **how)
+        hints = list(filter(None, pool.map(_hint_of_quotes, tables)))
+    corpus = Corpus(data, sources, skipped, hints, functools.cache(lambda: cut_chunks(sources, data)), **how)
     return sampled(corpus) if sampled else corpus
 
 
@@ -503,28 +367,24 @@ def _found(data: DataConfig, *, sampled: Callable[[Corpus], Corpus] | None, **ho
 class Corpus:
     """The documents of all files; they are read several times: for the split, the tokenizer and the tokens.
 
-    `quotes_in_tables`: of each .tsv file that is read without quoting, whether it may have quotes, and a hint if it
-    seems to be written with quoting; only its first MOST_SEARCHED bytes are looked at, and none behind a URL. `cut`
-    returns the chunks, cut once for all copies of this corpus.
+    `hints_of_quotes`: about .tsv files that are read without quoting and seem to be written with it; only the first
+    MOST_SEARCHED bytes of each are looked at, and none behind a URL. `cut` returns the chunks, cut once for all copies
+    of this corpus.
     `earlier`: corpora whose documents are left out of this one. `survey_folder`: for the lists of each chunk's
     documents, if they are needed. `draws`: a BPE is trained on text from all over it, because it has more text than
-    data.tokenizer.sample_mib. `special`: the special tokens on which the tokens depend (_with_rule); None: not
-    known. `joins`: the tokens of a long document are those of the whole, for tokenizers that begin each text with
-    a space.
+    data.tokenizer.sample_mib.
     """
 
     data: DataConfig
     sources: list[Source]
     skipped_sources: SkippedDocuments
-    quotes_in_tables: list[tuple[bool, str]]
+    hints_of_quotes: list[str]
     cut: Callable[[], list[Chunk]]
     report: TextProgress
     engine: Engine
     earlier: tuple[Corpus, ...] = ()
     survey_folder: Path | None = None
     draws: bool = False
-    special: tuple[str, ...] | None = None
-    joins: bool = False
 
     def surveyed_in(self, folder: Path) -> Corpus:
         return self if self.survey_folder else replace(self, survey_folder=folder)
@@ -539,7 +399,7 @@ class Corpus:
         return manifest.model_copy(
             update={
                 "left_out": tuple(files.left_out),
-                "hints": (*files.hints, *(hint for _, hint in self.quotes_in_tables if hint)),
+                "hints": (*files.hints, *self.hints_of_quotes),
             }
         )
 
@@ -642,56 +502,42 @@ def _sample_bytes(data: DataConfig, num_corpora: int) -> int:
     return data.tokenizer.sample_mib * 2**20 // num_corpora
 
 
-def _fingerprint(corpus: Corpus, shared: _Shared, made: _Format = TODAY) -> str:
+def _fingerprint(corpus: Corpus, shared: _Shared) -> str:
     """Return a hash of everything that determines the tokens: content and settings, but neither paths nor workers."""
-    data, left_out = corpus.data, {"path", "sources", "phases", "hub_revision", "processes", "engine", "streaming"}
+    left_out = {"path", "sources", "phases", "hub_revision", "processes", "engine", "streaming"}
     left_out |= {"validation_path", "include", "exclude"}  # the sources say what they choose
-    settings = data.model_dump(mode="json", exclude=left_out)
-    # Corpora were tokenized before these settings existed.
+    settings = corpus.data.model_dump(mode="json", exclude=left_out)
     settings["tokenizer"] = {name: settings["tokenizer"][name] for name in ("kind", "vocab_size", "sample_mib")}
-    if data.encoding != "utf-8":
-        settings["encoding"] = [data.encoding, "of what is not UTF-8"]
-    for field in ("encoding", "deduplicate", "where", "json_field", "table"):
-        if getattr(data, field) == DataConfig.model_fields[field].default:
-            settings.pop(field)
-    identity = {
-        "format": made.version,
-        "sources": [source.record.model_dump() for source in corpus.sources],
-        "settings": settings,
-        "specials": [shared.specials.end, shared.specials.mask],
-        "pretrained": shared.pretrained_hash,
-    }
-    if corpus.draws and data.tokenizer.kind == "bpe":
-        identity["sample"] = made.sample
-    if corpus.special:
-        identity["special_tokens"] = corpus.special
-    if shared.encoding.bos:
-        identity["bos"] = shared.encoding.bos
-    if corpus.joins and (corpus.total_bytes is None or corpus.total_bytes > LONGEST_PIECE):
-        identity["long_documents"] = "as a whole"  # until they were, each piece began with a space
-    if data.on_error == "skip" and made.readers > 1:
-        identity["readers"] = made.readers
-    if held_out := sum(source.held_out for source in corpus.sources):
-        identity["held_out"] = held_out
-    if read_so := {each.name: each.format for each in corpus.sources if each.is_read_unlike_its_name}:
-        identity["read_so"] = read_so
-    if any(has_quotes for has_quotes, _ in corpus.quotes_in_tables):
-        identity["tsv"] = "quotes are text"  # until they were, other tokens came of the same file
-    if corpus.earlier:
-        identity["earlier"] = [_fingerprint(each, shared, made) for each in corpus.earlier]
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return _hash(
+        {
+            "sources": [
+                (each.record.model_dump(), each.format, each.compression, each.held_out) for each in corpus.sources
+            ],
+            "settings": settings,
+            "specials": (shared.specials.end, shared.specials.mask),
+            "pretrained": shared.pretrained_hash,
+            "encoding": shared.encoding.model_dump(),
+            "earlier": [_fingerprint(each, shared) for each in corpus.earlier],
+        }
+    )
 
 
-def _quotes_in(source: Source) -> tuple[bool, str]:
+def _hash(identity: object) -> str:
+    """Return the hash of what determines tokens, in this format of shards."""
+    content = json.dumps([FORMATS["shards"].number, identity], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _hint_of_quotes(source: Source) -> str:
     if source.remote:
-        return True, ""
+        return ""
     try:
         with source.open() as file:
             start = file.read(MOST_SEARCHED)
     except OSError:  # its reader reports it
-        return False, ""
+        return ""
     written = (field for field in IN_QUOTES.finditer(start) if b'""' in field[1])
-    hint = next(
+    return next(
         (
             f"{source.name} has fields in quotes, such as {field[0].decode(errors='replace')[:60]}, and the quotes are "
             f"taken as text; if pandas or a spreadsheet wrote them, {Cure.QUOTED}"
@@ -699,7 +545,6 @@ def _quotes_in(source: Source) -> tuple[bool, str]:
         ),
         "",
     )
-    return b'"' in start or len(start) == MOST_SEARCHED, hint
 
 
 def _finished_manifest(folder: Path) -> TokenShards | None:
@@ -718,18 +563,6 @@ def _finished_manifest(folder: Path) -> TokenShards | None:
         format_duration(time.perf_counter() - started),
     )
     return manifest
-
-
-def _first_finished(
-    places: Iterable[tuple[Path, str]], *, older: Iterable[tuple[Path, str]]
-) -> tuple[Path, TokenShards] | None:
-    """Return the first finished folder. Older ones from which documents were skipped do not count: their readers took
-    less than today's.
-    """
-    for folder, _ in older:
-        if (found := _finished_manifest(folder)) and not found.skipped:
-            return folder, found
-    return next(((folder, found) for folder, _ in places if (found := _finished_manifest(folder))), None)
 
 
 def _on_store(store: StoreConfig, folder: Path) -> TokenShards | None:

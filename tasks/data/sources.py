@@ -168,13 +168,6 @@ class Source:
         return suffix_of(self.path.name)
 
     @property
-    def is_read_unlike_its_name(self) -> bool:
-        """Whether the bytes tell another format or compression than the name."""
-        by_name = COMPRESSIONS.get(self.path.suffix.lower())
-        packed = by_name.name if by_name else ""
-        return self.format not in (format_of_name(self.path.name) or "text", "hub") or packed != self.compression
-
-    @property
     def can_seek(self) -> bool:
         """Whether `open` gives the file's own bytes, so that any part can be read without the bytes before it."""
         return not self.compression and self.encoding == "utf-8" and self.format != "hub"

@@ -20,7 +20,6 @@ from tasks.data.split import TextCounts, split_of
 from training.config.data import DataConfig
 from training.records.record import write_atomically
 from training.shards.format import SPLITS
-from training.tokenizer.text_encoder import pattern_of
 
 # One row for each document, or part of one that is cut between chunks. high and low: 16 bytes of its sha256, which are
 # 0 unless data.deduplicate asks for them. ends: it has no other part.
@@ -56,22 +55,6 @@ def survey_chunk(work: SurveyWork, chunk: Chunk) -> None:
     content = io.BytesIO()
     np.save(content, table)
     write_atomically(_table(work.folder, chunk.index), content.getvalue())
-
-
-@dataclass(frozen=True)
-class FindWork:
-    """`folder`: one that all workers see."""
-
-    data: DataConfig
-    folder: Path
-    tokens: tuple[str, ...]
-
-
-def find_tokens(work: FindWork, chunk: Chunk) -> bool:
-    """Whether the text of a chunk holds one of the tokens."""
-    pattern = pattern_of(work.tokens)
-    pieces = read_chunk(chunk, work.data, SkippedDocuments(work.data.on_error))
-    return any(pattern.search(piece.text) for piece in pieces)
 
 
 class Survey:

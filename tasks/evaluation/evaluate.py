@@ -34,6 +34,7 @@ from training.facts.cures import Cure
 from training.facts.families import masked_types
 from training.planner.model_shape import shape_of_hf
 from training.planner.reasons.checks import check_inference
+from training.records.checkpoint import CheckpointManifest
 from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
 from training.records.record import read_fields, sha256_file
@@ -106,7 +107,7 @@ def _last_checkpoint(what: str, run_dir: Path) -> Subject:
 
 def _checkpoint(what: str, folder: Path, run_dir: Path) -> Subject:
     plan, manifest = RunPlan.read(run_dir / "plan.json"), folder / "manifest.json"
-    step = int(read_fields(manifest)["step"])
+    step = CheckpointManifest.read(manifest).step
     tokenizer = present(Path(plan.shards_dir)) / "tokenizer"
     return Subject(what, folder, tokenizer, step=step, sha256=sha256_file(manifest), plan=plan)
 
@@ -169,7 +170,7 @@ def tokens_of(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None
         raise ValueError(f"the run's tokens are not on this machine (looked for {folder}): give --data PATH")
     shards = TokenShards.read(folder / "manifest.json")
     rule = subject.plan.text_encoding if subject.plan else None
-    if rule is None or rule == held_out_of.text_encoding or shards.made_by(rule):  # older manifests record no rule
+    if rule is None or shards.made_by(rule):
         return folder, shards
     logger.info(
         "%s was trained by another rule for special tokens (%s) than %s: tokenizing this run's text by its own",
@@ -229,7 +230,7 @@ def planned(
         vocab_size=model.vocab_size,
         end_id=shards.end_id,
         mask_id=shards.mask_id,
-        text_encoding=subject.plan.text_encoding if subject.plan else shards.encoding,
+        text_encoding=subject.plan.text_encoding if subject.plan else shards.text_encoding,
         more_ends=subject.plan.more_ends
         if subject.plan
         else generation(model.config.model, shards.end_id)["more_ends"],

@@ -133,7 +133,7 @@ def log_to_mlflow(report: EvalReport, subject: Subject, *, text: str) -> str:
         for key, value in metrics_of(report).items()
     ]
     client.log_batch(run_id, metrics=metrics)
-    client.log_text(run_id, report.model_dump_json(indent=2), "eval.json")
+    client.log_text(run_id, report.content().decode(), "eval.json")
     client.set_terminated(run_id, "FINISHED")
     note_evaluation(
         client,

@@ -38,7 +38,7 @@ from training.node.compiler import why_no_compile
 from training.node.limits import usable_memory_bytes
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.node import NodeEnd, NodeTask
-from training.records.record import DamagedRecord, Record
+from training.records.record import Record
 from training.records.words import counted
 from training.tracking.redaction import plain
 
@@ -156,14 +156,8 @@ def cache_key(*, cores: int, gpus: tuple[Gpu, ...], ranks: int) -> dict[str, str
 
 
 def read_cache(home: Path) -> HardwareCache:
-    path = home / "hardware.json"
-    if not path.exists():
-        return HardwareCache()
-    try:
-        return HardwareCache.read(path)
-    except DamagedRecord:
-        log.warning("hardware: %s is damaged, or was written by another version: measuring again", path)
-        return HardwareCache()
+    kept = HardwareCache.read_or_none(home / "hardware.json", otherwise="measuring again")
+    return kept or HardwareCache()
 
 
 def find_cached(home: Path, key: dict[str, str]) -> CachedMeasurement | None:

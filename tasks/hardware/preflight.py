@@ -51,7 +51,7 @@ class HostFacts(Record):
     busy_percent: float
     sources: str
     nsys: bool
-    compile_lacks: str | None = None  # as in Host
+    compile_lacks: str  # as in Host
 
 
 class HostsNotReady(ValueError):

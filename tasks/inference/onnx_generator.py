@@ -364,7 +364,7 @@ def open_graph(folder: Path, *, precision: str, threads: int) -> onnxruntime.Inf
     names = graph_names(precision)
     found = [folder / name for name in names if (folder / name).is_file()]
     if not found:
-        skipped = json.loads((folder / "export.json").read_text()).get("skipped", {})
+        skipped = json.loads((folder / "export.json").read_text())["skipped"]
         why = next((skipped[name] for name in (*names, "onnx") if name in skipped), "the export was made without it")
         cure = "set inference.engine=torch"
         if precision != "fp32":
@@ -588,16 +588,8 @@ def open_export(folder: Path) -> tuple[int, tuple[int, ...], TextEncoder]:
             f"{folder} is a masked model: it fills gaps, there is nothing to continue. "
             "Load it with transformers.AutoModelForMaskedLM, or generate with a llama or gpt2 model"
         )
-    rule = export.get("text_encoding")
-    if rule is None:
-        logger.warning(
-            "%s does not record which special tokens in a text are special (an older version of Shardline made it): "
-            "all are, as before, also where training took them for text. To export a new model version with the rule: "
-            "`shardline resume RUN train.steps=MORE`",
-            folder,
-        )
-    end_ids = tuple(dict.fromkeys((export["end_id"], *export.get("end_ids", ()))))
-    return export["context"], end_ids, TextEncoder(folder, rule)
+    end_ids = tuple(dict.fromkeys((export["end_id"], *export["end_ids"])))
+    return export["context"], end_ids, TextEncoder(folder, export["text_encoding"])
 
 
 def choose_token(logits: np.ndarray, sampling: Sampling, *, random: np.random.Generator) -> int:

@@ -48,9 +48,8 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
     logger.info("precision: %s (%s)", precision, why_precision)
     if has_graph(folder, precision) and not has_graph(folder, precision, in_place=True):
         logger.warning(
-            "%s has no batch.onnx, the graph that decodes several texts together (an older version of Shardline made "
-            "the export, or export.json says why), so texts are decoded one after another, which is slower. To export "
-            "a new model version with batch.onnx: `shardline resume RUN train.steps=MORE`",
+            "%s has no batch.onnx, the graph that decodes several texts together (export.json says why), so texts are "
+            "decoded one after another, which is slower",
             folder,
         )
     if rows == 1:
@@ -60,12 +59,13 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
 
 def choose_precision(folder: Path, inference: InferenceConfig) -> tuple[str, str]:
     """Return the precision of ONNX Runtime's graph, and why: the fastest one whose perplexity passed at export."""
+    record, latency = folder / "export.json", folder / "latency.json"
+    exported = ExportedModel.read(record) if record.is_file() else None  # of this version's format
     if inference.precision != "auto":
         return inference.precision, "asked for by inference.precision"
-    record, latency = folder / "export.json", folder / "latency.json"
-    if not record.is_file():
+    if exported is None:
         return "fp32", "the export has no export.json"
-    passed = [quality for quality in ExportedModel.read(record).parity.precisions if quality.passed]
+    passed = [quality for quality in exported.parity.precisions if quality.passed]
     if len(passed) < 2:
         return "fp32", "the export has no other precision whose perplexity passed"
     if not latency.is_file():

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tasks.operations.ps import run_folders
 from tasks.registry.tags import TAG
+from tasks.runs.folder import all_run_folders, run_folders
 from tasks.tracking.client import registry_client
 from tasks.workspace.locks import AlreadyOwned, Locked, exclusive, is_owned, owned
 from tasks.workspace.paths import home, in_this_home, tracking_uri
 from tasks.workspace.skip import skip_unreadable
-from training.records.record import Record, read_fields
+from training.records.record import OtherFormat, Record
 from training.records.token_shards import TokenShards
 from training.records.words import counted
 from training.shards.format import MANIFEST
@@ -81,7 +81,8 @@ def prune(*, older_than_days: float, keep_newest: int, dry_run: bool) -> Pruning
             raise ValueError(f"{name} = {number:g} is negative: give 0 or more")
     client = registry_client(tracking_uri())
     registered = _registered(client)
-    runs = sorted(map(_read, run_folders()), key=lambda run: run.age_days)
+    run_folders()  # says which runs are of another version: they are kept, and what they may need
+    runs = sorted(map(_read, all_run_folders()), key=lambda run: run.age_days)
     kept = _kept_runs(runs, registered, older_than_days=older_than_days, keep_newest=keep_newest)
     items = [
         *_judged_runs(runs, kept),
@@ -119,11 +120,12 @@ def _registered(client: MlflowClient) -> dict[str, str]:
 def _read(folder: Path) -> RunFolder:
     # the check whether a run is owned touches its lock
     changed = max(path.stat().st_mtime for path in folder.iterdir() if path.name != "lock")
-    with suppress(KeyError, TypeError), skip_unreadable(f"what run {folder.name} needs is unknown, so all is kept"):
+    unknown = f"what run {folder.name} needs is unknown, so all is kept"
+    with skip_unreadable(unknown), suppress(KeyError, TypeError, OtherFormat):
         needs = frozenset[Path]()
         for name in ("plan.json", "trainer.json"):
             if (folder / name).exists():
-                plan = read_fields(folder / name)
+                plan = Record.fields(folder / name)
                 config = plan["config"]
                 named = (
                     plan.get("shards_dir"),
@@ -136,7 +138,7 @@ def _read(folder: Path) -> RunFolder:
                 here = [place for path in paths if (place := in_this_home(path))]
                 needs |= {path.resolve() for path in [*paths, *here]}
         run = folder / "run.json"
-        mlflow_run_id = read_fields(run)["mlflow_run_id"] if run.exists() else ""
+        mlflow_run_id = Record.fields(run)["mlflow_run_id"] if run.exists() else ""
         return RunFolder(folder, (time.time() - changed) / DAY_S, needs, mlflow_run_id)
     return RunFolder(folder, (time.time() - changed) / DAY_S, None, "")
 
@@ -186,7 +188,7 @@ def _judged_checkpoints(registered: Iterable[RunFolder], older_than_days: float)
         if run.age_days < older_than_days or is_owned(run.folder) or not result.exists():
             continue
         with skip_unreadable(f"all checkpoints of run {run.folder.name} are kept"):
-            needed = run.folder / read_fields(result)["checkpoint"]
+            needed = run.folder / Record.fields(result)["checkpoint"]
             for folder in sorted(needed.parent.glob("[0-9]*")) if needed.is_dir() else ():
                 if folder.is_dir() and folder.name < needed.name:
                     yield _item("checkpoint", folder, kept=False, why=f"the version was made of step {needed.name}")

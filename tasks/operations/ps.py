@@ -23,19 +23,19 @@ from tasks.hardware.hosts import docker_hosts, read_hosts
 from tasks.hardware.pods import cluster_of
 from tasks.launch.lease import renewed_leases
 from tasks.launch.slurm_allocation import FOLDER
+from tasks.runs.folder import PLANS, run_folders
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.paths import home, run_folder
 from tasks.workspace.processes import is_local, local_process, pid_of
 from tasks.workspace.skip import skip_unreadable
-from training.config.credentials import RECORD
 from training.config.launch import LaunchConfig
 from training.records.node import NodeTask
-from training.records.record import DamagedRecord, Record, read_fields
+from training.records.record import DamagedRecord, Record
 from training.tracking.rows import parse_rows
 
 logger = logging.getLogger(__name__)
 
-PLANS = ("plan.json", "trainer.json")  # Shardline's launcher, and that of a user's program
+
 ANSWER_S = 5.0
 PROBE_LIFETIME_S = 600.0  # checks and measurements of a host end long before that (tasks/hardware/measure.py: 180 s)
 TAIL_BYTES = 65_536  # of metrics.jsonl, whose rows have less than 1000
@@ -240,12 +240,6 @@ def each_once(hosts: Iterable[AskedHost]) -> list[AskedHost]:
     return list(by_url.values())
 
 
-def run_folders() -> list[Path]:
-    return sorted(
-        path for path in home().iterdir() if any((path / name).exists() for name in ("plan.json", "run.json"))
-    )
-
-
 def hosts_of_run(run_dir: Path) -> tuple[AskedHost, ...]:
     """Return the hosts of a run; empty for a run of local processes, or if its hosts file is gone."""
     launch = launch_of(run_dir)
@@ -265,14 +259,11 @@ def hosts_of_run(run_dir: Path) -> tuple[AskedHost, ...]:
 
 
 def launch_of(run_dir: Path) -> LaunchConfig:
-    """Return the run's newest launch settings.
-
-    Only that field is read, so that runs of other versions can be read too.
-    """
+    """Return the run's newest launch settings."""
     for path in (run_dir / name for name in (*PLANS, "run.json")):
         with skip_unreadable(f"the hosts of run {run_dir.name} are read from an earlier record, or unknown"):
             try:
-                return LaunchConfig.model_validate(read_fields(path)["config"].get("launch", {}), context=RECORD)
+                return LaunchConfig.model_validate(Record.fields(path)["config"]["launch"])
             except ValidationError as error:
                 raise DamagedRecord.of(path, error) from None
     return LaunchConfig()
@@ -379,5 +370,5 @@ def _local_row(run_dir: Path, *, ranks: psutil.Process | None, owner: psutil.Pro
 def _planned_ranks(run_dir: Path) -> int | None:
     for name in PLANS:
         with skip_unreadable(f"the number of ranks of run {run_dir.name} is unknown"):
-            return sum(read_fields(run_dir / name)["ranks_per_host"])
+            return sum(Record.fields(run_dir / name)["ranks_per_host"])
     return None

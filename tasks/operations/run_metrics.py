@@ -18,11 +18,12 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tasks.operations.ps import PLANS, TAIL_BYTES, run_folders
+from tasks.operations.ps import TAIL_BYTES
+from tasks.runs.folder import PLANS, run_folders
 from tasks.runs.history import history
 from tasks.tracking.final_status import ENDING, RunStatus
 from tasks.workspace.skip import skip_unreadable
-from training.records.record import read_fields
+from training.records.record import Record
 from training.tracking.rows import METRICS, parse_rows
 
 GIB = 2**30
@@ -120,7 +121,7 @@ def read_figures(folder: Path, *, now: float, keep_s: float) -> RunFigures | Non
     plan: dict[str, Any] = {}
     for name in PLANS:
         if (path := folder / name).exists():
-            plan = read_fields(path)
+            plan = Record.fields(path)
             break
     status = _status(RunStatus.read(ending)) if ending.exists() else "running"
     starts = sum(event.what in {"begun", "resumed"} for event in history(folder))

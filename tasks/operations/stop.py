@@ -27,10 +27,9 @@ from tasks.operations.ps import (
     ask,
     hosts_of_run,
     launcher_of,
-    run_folders,
     watch_leases,
 )
-from tasks.runs.folder import read_plan, steps_done
+from tasks.runs.folder import all_run_folders, of_this_version, read_plan, steps_done
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.locks import AlreadyOwned, is_owned, owned
 from tasks.workspace.paths import home, run_folder
@@ -69,8 +68,9 @@ def stop(run_id: str) -> Stopped:
     Raises ValueError if there is no such run, RuntimeError if its launcher does not end.
     """
     began, run_dir = time.monotonic(), run_folder(run_id)
-    if run_dir not in run_folders():
+    if run_dir not in all_run_folders():
         raise ValueError(f"there is no run {run_id!r} in {home()}: `ls {home()}` lists the runs")
+    of_this_version(run_dir)
     owner, hosts = owner_process(run_dir), hosts_of_run(run_dir)
     if owner is not None:
         _stop_launcher(owner, run_dir)

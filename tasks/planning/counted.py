@@ -21,7 +21,7 @@ from training.config.run import RunConfig
 from training.node.host_check import count, counted_name, request_name
 from training.planner.model_shape import check_kind
 from training.records.plan import ModelShape
-from training.records.record import DamagedRecord, read_fields
+from training.records.record import read_fields
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,7 @@ def _kept_at(config: RunConfig, file: Path) -> Path:
 
 
 def _kept(config: RunConfig, file: Path) -> ModelShape | None:
-    try:
-        return ModelShape.read(_kept_at(config, file))
-    except (FileNotFoundError, DamagedRecord):
-        return None
+    return ModelShape.read_or_none(_kept_at(config, file), otherwise="counting again")
 
 
 def _keep(shape: ModelShape, path: Path) -> ModelShape:

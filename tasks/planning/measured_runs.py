@@ -16,7 +16,6 @@ from tasks.workspace.paths import home
 from training.planner.corrections import LAST_RUNS, machine_of, measurement_of
 from training.records.correction import Measurement, Measurements
 from training.records.inventory import Inventory
-from training.records.record import DamagedRecord
 from training.records.train_result import TrainResult
 from training.tracking.rows import METRICS, read_rows
 
@@ -59,11 +58,5 @@ def keep(new: Measurement) -> None:
 
 
 def _read(path: Path) -> tuple[Measurement, ...]:
-    try:
-        return Measurements.read(path).measurements
-    except FileNotFoundError:
-        return ()
-    except (DamagedRecord, OSError) as error:
-        why = error.problem if isinstance(error, DamagedRecord) else error
-        logger.warning("planning without the speeds that earlier runs measured: %s", why)
-        return ()
+    kept = Measurements.read_or_none(path, otherwise="planning without the speeds that earlier runs measured")
+    return kept.measurements if kept else ()

@@ -359,8 +359,8 @@ def _check_same_tokens(kept: RunPlan, shards: TokenShards) -> None:
 def _check_same_shape(plan: RunPlan, kept: RunPlan) -> None:
     """Raise ValueError if the model's weights would have other shapes; its context may differ.
 
-    Earlier versions described a model at model.path by its bare config.json, where defaults are missing: of those only
-    the class and the words are compared, and loading a checkpoint compares every shape.
+    A head node without torch describes a model at model.path by its bare config.json, where defaults are missing: of
+    those only the class and the words are compared, and loading a checkpoint compares every shape.
     """
     own = set(ModelShape.model_fields) - {"context", "head_dim", "sizes", "adds_loss"} | {"parameters"}
     fields = sorted({"architecture", "vocab_size"} if plan.config.model.path else own)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from tasks.registry.tags import TAG
 from tasks.tracking.client import experiment_of
-from training.config.credentials import RECORD
+from tasks.workspace.skip import of_this_format
 from training.config.promotion import RolloutConfig
+from training.facts.formats import FORMATS
 from training.records.record import Record
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def begin_move(
 ) -> Move:
     """Write a change to the journal. Call this with the lock held, before the alias changes."""
     tags = {
+        "format": str(FORMATS["records"].number),
         "model": model,
         "kind": kind,
         "version": str(version),
@@ -116,11 +118,12 @@ def _search(client: MlflowClient, query: str) -> list[Move]:
     runs = client.search_runs(
         [experiment.experiment_id], query, order_by=["attributes.start_time DESC"], max_results=MAX_MOVES
     )
-    return [_move(run) for run in runs]
+    return of_this_format(runs, _move, what="change of the champion", name=lambda run: str(run.info.run_id))
 
 
 def _move(run: Run) -> Move:
     tags = {key.removeprefix(f"{TAG}move."): value for key, value in run.data.tags.items()}
+    Move.check_format(int(tags.get("format", 0)), where=f"MLflow's run {run.info.run_id}")
     return Move(
         move_id=run.info.run_id,
         model=tags["model"],
@@ -131,7 +134,7 @@ def _move(run: Run) -> Move:
         why=tags["why"],
         prefect_run=tags["prefect_run"],
         stage=tags["stage"],
-        rollout=RolloutConfig.model_validate_json(tags["rollout"], context=RECORD),
+        rollout=RolloutConfig.model_validate_json(tags["rollout"]),
         outcome=tags.get("outcome", ""),
         well=run.info.status == "FINISHED",
         began=_moment(run.info.start_time),

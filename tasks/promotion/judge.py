@@ -17,12 +17,13 @@ from pydantic import Field
 from tasks.promotion.gates import Candidate, Check, Verdict, gate
 from tasks.registry.card import with_verdict
 from tasks.registry.models import aliases_of, local_folder
-from tasks.registry.tags import CHALLENGER, CHAMPION, GATE, LOSS_ON, TAG, TAG_CHARS, TERMS, VERDICT, plain_tags
+from tasks.registry.tags import CHALLENGER, CHAMPION, GATE, LOSS_ON, TAG, TAG_CHARS, TERMS, VERDICT, figures_of_tags
 from tasks.registry.versions import FinishedRun
 from tasks.workspace.paths import tracking_uri
-from training.config.credentials import RECORD
 from training.config.promotion import GatesConfig, RolloutConfig
-from training.records.record import Record, read_fields
+from training.config.run import RunConfig
+from training.records.plan import RunPlan
+from training.records.record import Record
 from training.records.results import EvalReport, RegisteredModel
 
 if TYPE_CHECKING:
@@ -47,14 +48,17 @@ class Terms(Record):
 
 
 def terms_of_run(run: FinishedRun) -> Terms:
-    config = run.plan.config
+    return _terms(run.plan.config, run.evaluation)
+
+
+def _terms(config: RunConfig, report: EvalReport) -> Terms:
     return Terms(
         gates=config.gates,
         rollout=config.rollout,
-        scores=_scores(run.evaluation),
-        prompts=_prompts(run.evaluation),
+        scores=_scores(report),
+        prompts=_prompts(report),
         masked=config.objective == "masked",
-        by_source=run.evaluation.loss_by_source,
+        by_source=report.loss_by_source,
     )
 
 
@@ -70,10 +74,7 @@ def note_terms(client: MlflowClient, version: ModelVersion, terms: Terms) -> Non
 
 
 def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
-    """Read a version's terms from its records. If it has the tag, that contains the latest gates and rollout.
-
-    Only these sections are parsed, because the plans of older versions have other fields elsewhere.
-    """
+    """Read a version's terms from its records. If it has the tag, that contains the latest gates and rollout."""
     with _records(version, tracking_uri=tracking_uri) as records:
         plan = records / "plan.json"
         if not plan.is_file():
@@ -82,18 +83,9 @@ def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
                 f"lie on another machine: `shardline promote {version.name} --version {version.version} --force` skips "
                 "the gates"
             )
-        config = read_fields(plan)["config"]
-        report = EvalReport.read(records / "eval.json")
-    if TERMS in version.tags:
-        config |= {"gates": {}, "rollout": {}} | json.loads(version.tags[TERMS])
-    return Terms(
-        gates=GatesConfig.model_validate(config.get("gates", {})),
-        rollout=RolloutConfig.model_validate(config.get("rollout", {}), context=RECORD),
-        scores=_scores(report),
-        prompts=_prompts(report),
-        masked=config.get("model", {}).get("architecture") == "bert",
-        by_source=report.loss_by_source,
-    )
+        terms = _terms(RunPlan.read(plan).config, EvalReport.read(records / "eval.json"))
+    noted = Terms.model_validate_json(version.tags[TERMS]) if TERMS in version.tags else terms
+    return terms.model_copy(update={"gates": noted.gates, "rollout": noted.rollout})
 
 
 @contextmanager
@@ -108,21 +100,16 @@ def _scores(report: EvalReport) -> tuple[tuple[str, float], ...]:
 
 
 def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
-    """Read the figures for the gates from a version's tags. Raises ValueError if Shardline did not register it."""
-    tags = plain_tags(version)
-    if "val_loss" not in tags:
-        raise ValueError(
-            f"{version.name}/{version.version} was not registered by Shardline (no tag val_loss), so the gates "
-            f"have nothing to compare: `shardline promote {version.name} --version N --force` skips them"
-        )
+    """Read the figures for the gates from a version's tags. Raises ValueError if this Shardline did not register it."""
+    tags = figures_of_tags(version)
     return Candidate(
         name=version.name,
         version=int(version.version),
         dataset=tags["dataset_fingerprint"],
         loss=float(tags["val_loss"]),
-        tokens=int(tags.get("val_tokens", 0)),
+        tokens=int(tags["val_tokens"]),
         parity_passed=tags["parity_passed"] == "true",
-        formats=tags.get("formats", ""),
+        formats=tags["formats"],
         scores=dict(terms.scores) if terms else {},
         by_source=terms.by_source if terms else _loss_by_source(version),
     )
@@ -130,12 +117,10 @@ def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
 
 def _loss_by_source(version: ModelVersion) -> dict[str, float]:
     """Return the version's loss on each source of its own held-out text; empty if its records cannot be read."""
-    if text := version.tags.get(f"{TAG}val_loss_by_source"):  # a version from before 0.2.0
-        return dict(json.loads(text))
     try:
         with _records(version, tracking_uri=tracking_uri()) as records:
             return EvalReport.read(records / "eval.json").loss_by_source
-    except Exception as error:  # errors of MLflow, of a store, or of records of another version
+    except Exception as error:  # errors of MLflow, of a store, or of the records
         logger.info("%s/%s: its losses by source are not known (%s)", version.name, version.version, error)
         return {}
 
@@ -155,10 +140,8 @@ def judge_records(client: MlflowClient, version: ModelVersion, *, terms: Terms, 
 
 
 def _on(candidate: Candidate, dataset: str, losses: Mapping[str, Sequence[Any]]) -> Candidate:
-    loss, tokens, *by_source = losses[dataset]  # versions from before there were losses by source have two
-    return replace(
-        candidate, dataset=dataset, loss=loss, tokens=int(tokens), by_source=by_source[0] if by_source else {}
-    )
+    loss, tokens, by_source = losses[dataset]
+    return replace(candidate, dataset=dataset, loss=loss, tokens=int(tokens), by_source=by_source)
 
 
 def _losses(version: ModelVersion, registered: Candidate) -> dict[str, list[Any]]:

@@ -23,8 +23,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import ConfigDict, Field
-
 from tasks.registry.tags import TAG
 from tasks.workspace.processes import has_ended, process_key
 from training.records.record import Record
@@ -40,19 +38,14 @@ POLL_S = 0.2
 
 
 class LockTag(Record):
-    """One contender's tag of the registered model. `urgent`: a rollback, to which a promotion yields the lock.
-
-    In the registry the heartbeat is called `beat`, as in the tags of earlier versions.
-    """
-
-    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
+    """One contender's tag of the registered model. `urgent`: a rollback, to which a promotion yields the lock."""
 
     state: Literal["waiting", "trying", "holding"]
     who: str
     what: str
     process: str
     urgent: bool
-    heartbeat: int = Field(alias="beat")
+    heartbeat: int
 
 
 class LockLost(RuntimeError):
@@ -76,7 +69,7 @@ class LivenessTracker:
 
     def living(self, tags: Mapping[str, str]) -> dict[str, LockTag]:
         """Return key -> lock tag of every living contender, from all tags of a registered model."""
-        found = {key: LockTag.model_validate_json(value) for key, value in tags.items() if key.startswith(PREFIX)}
+        found = {key: LockTag.parse(value.encode(), where=key) for key, value in tags.items() if key.startswith(PREFIX)}
         return {key: tag for key, tag in found.items() if not self._is_dead(key, tags[key], tag)}
 
     def _is_dead(self, key: str, value: str, tag: LockTag) -> bool:
@@ -154,7 +147,7 @@ class PromotionLock:
         living = self._liveness.living(self._tags)
         for key in self._tags:
             if key.startswith(PREFIX) and key not in living and key != self.key:
-                dead = LockTag.model_validate_json(self._tags[key])
+                dead = LockTag.parse(self._tags[key].encode(), where=key)
                 logger.warning("removed the lock of a dead process: %s, %s", dead.who, dead.what)
                 self.client.delete_registered_model_tag(self.name, key)
         return [tag for key, tag in living.items() if key != self.key]
@@ -162,7 +155,7 @@ class PromotionLock:
     def _write(self, **changes: object) -> None:
         with self._writing:
             self._tag = self._tag.model_copy(update=changes)
-            self.client.set_registered_model_tag(self.name, self.key, self._tag.model_dump_json())
+            self.client.set_registered_model_tag(self.name, self.key, self._tag.content().decode())
 
     def _keep_alive(self) -> None:
         while not self._released.wait(LEASE_S / HEARTBEATS_PER_LEASE):

@@ -46,7 +46,7 @@ class ResolvedModel:
 def example_prompt(records_dir: Path) -> str:
     """Return a prompt of the kind of text that a version learned from: of its own samples, the first that has words.
 
-    It is empty for the records of another version of Shardline, which may not be read.
+    It is empty for records that cannot be read.
     """
     try:
         samples = EvalReport.read(records_dir / "eval.json").samples
@@ -210,7 +210,7 @@ def lineage(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> di
     Everything comes from the registry, so it works without the run's folder.
     """
     model = resolve(ref, tracking_uri=tracking_uri, cache_dir=cache_dir)
-    records, tags = model.records_dir, model.tags  # versions from before 0.2.0 have more facts in their tags
+    records, tags = model.records_dir, model.tags
     plan, result = RunPlan.read(records / "plan.json"), TrainResult.read(records / "result.json")
     shards = TokenShards.read(records / "manifest.json")
     evaluation = EvalReport.read(records / "eval.json")
@@ -222,8 +222,8 @@ def lineage(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> di
         "model": {"name": model.name, "version": model.version, "aliases": list(model.aliases)},
         "verdict": tags.get(f"{TAG}verdict", ""),
         "run": {"run_id": plan.run_id, "mlflow_run_id": plan.mlflow_run_id, "status": status},
-        "git_commit": tags.get(f"{TAG}git_commit", commit),
-        "config_sha256": tags.get(f"{TAG}config_sha256") or sha256_config(plan.config),
+        "git_commit": commit,
+        "config_sha256": sha256_config(plan.config),
         "config": plan.config.model_dump(mode="json"),
         "dataset": {
             "path": plan.config.data.described,

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from training.facts.formats import FORMATS, problem_of
+
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.tracking import MlflowClient
@@ -17,13 +19,23 @@ TAG = "shardline."
 GATE, REPLACES = f"{TAG}gate.", f"{TAG}replaces"
 VERDICT, APPROVED = f"{TAG}verdict", f"{TAG}approved"
 LOSS_ON = f"{TAG}loss_on."
+FORMAT = f"{TAG}format"  # the number of the exports' format, for the tags of a version too
 TERMS = f"{TAG}terms"  # gates and rollout, if a resume changed them after the registration
 TAG_CHARS = 5000  # MLflow's limit for the value of a version's tag
 
 
-def plain_tags(version: ModelVersion) -> dict[str, str]:
-    """Return the version's tags without the prefix; before 0.2.0 figures had it too."""
-    return {key.removeprefix(TAG): text for key, text in version.tags.items()}
+def figures_of_tags(version: ModelVersion) -> dict[str, str]:
+    """Return the version's tags without the prefix. Raises ValueError unless this version of Shardline wrote them."""
+    tags = {key.removeprefix(TAG): text for key, text in version.tags.items()}
+    what = f"{version.name}/{version.version}"
+    skips = f"`shardline promote {version.name} --version {version.version} --force` skips the gates"
+    if "val_loss" not in tags:
+        raise ValueError(
+            f"{what} was not registered by Shardline (no tag val_loss), so the gates have nothing to compare: {skips}"
+        )
+    if problem := problem_of("exports", int(tags.get("format", 0))):
+        raise ValueError(f"{what} {problem}: {FORMATS['exports'].cure}, or {skips}")
+    return tags
 
 
 def note_evaluation(

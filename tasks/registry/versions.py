@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from tasks.display.markdown import escape_markdown
 from tasks.registry.card import GAP
 from tasks.registry.logged_model import logged_model
-from tasks.registry.tags import TAG
+from tasks.registry.tags import FORMAT, TAG
+from training.facts.formats import FORMATS
 from training.records.model_state import check_export
 from training.records.plan import RunPlan
 from training.records.record import sha256_config
@@ -130,6 +131,7 @@ def version_tags(run: FinishedRun) -> dict[str, str]:
         "step": str(run.result.step),
         "parity_passed": "true" if run.export.parity.passed else "false",
         f"{TAG}formats": run.export.formats,
+        FORMAT: str(FORMATS["exports"].number),
         f"{TAG}run_id": run.plan.run_id,
         f"{TAG}checkpoint_sha256": run.result.checkpoint_sha256,
         f"{TAG}dataset_fingerprint": run.shards.fingerprint,

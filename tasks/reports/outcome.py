@@ -15,7 +15,7 @@ from training.records.words import format_duration
 class Outcome(Record):
     """outcome.json: the whole run in one record, for the terminal, --json and the caller of the flow.
 
-    `against_plan` has the plan's predictions beside the measurements. `spent` is None in records of older versions.
+    `against_plan` has the plan's predictions beside the measurements.
     """
 
     run_id: str
@@ -37,7 +37,7 @@ class Outcome(Record):
     verdict: str
     generated: str
     stage_s: dict[str, float]
-    spent: RunCost | None = None
+    spent: RunCost
     open_mlflow: str
     serve: str
 
@@ -57,12 +57,14 @@ def against_plan(plan: RunPlan, result: TrainResult) -> dict[str, float]:
         return predicted | memory
     error = 100 * (result.step_ms / predicted["predicted_step_ms"] - 1)
     least, most = plan.predicted.step_range_ms
-    likely = {
+    step = {
+        "step_ms": result.step_ms,
+        "step_error_percent": error,
         "predicted_step_least_ms": least,
         "predicted_step_most_ms": most,
         "step_in_predicted_range": float(least <= result.step_ms <= most),
     }
-    return predicted | {"step_ms": result.step_ms, "step_error_percent": error} | (likely if most else {}) | memory
+    return predicted | step | memory
 
 
 def _describe_against_plan(outcome: Outcome) -> str:
@@ -74,10 +76,8 @@ def _describe_against_plan(outcome: Outcome) -> str:
     if "step_ms" not in found:
         return memory
     step = f"step {found['step_ms']:,.1f} ms, {found['predicted_step_ms']:,.1f} predicted"
-    within = {1.0: ", within the likely range", 0.0: ", beyond the likely range"}.get(
-        found.get("step_in_predicted_range", -1.0), ""
-    )
-    return f"{step} ({found['step_error_percent']:+.0f}%{within}); {memory}"
+    within = "within" if found["step_in_predicted_range"] else "beyond"
+    return f"{step} ({found['step_error_percent']:+.0f}%, {within} the likely range); {memory}"
 
 
 def _describe_spent(spent: RunCost) -> str:
@@ -103,7 +103,7 @@ def outcome_rows(outcome: Outcome) -> list[tuple[str, str]]:
         ("model", f"{outcome.model} version {outcome.version}, alias {outcome.alias or 'none'}"),
         ("gate", outcome.verdict),
         ("stages", ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in outcome.stage_s.items())),
-        *([("device hours", _describe_spent(outcome.spent))] if outcome.spent else []),
+        ("device hours", _describe_spent(outcome.spent)),
         ("open MLflow", outcome.open_mlflow),
         *([("serve it", outcome.serve)] if outcome.serve else []),
     ]

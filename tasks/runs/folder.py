@@ -1,4 +1,4 @@
-"""Reads a run's folder: its plan, its config, its newest checkpoint."""
+"""Finds the runs' folders, and reads one: its plan, its config, its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -6,8 +6,37 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tasks.workspace.paths import home
+from tasks.workspace.skip import of_this_format
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
+from training.records.record import DamagedRecord, OtherFormat, Record
+
+RECORDS = ("run.json", "plan.json")  # of which each run has one
+
+PLANS = ("plan.json", "trainer.json")  # Shardline's launcher, and that of a user's program
+
+
+def run_folders() -> list[Path]:
+    """Return the folders of this SHARDLINE_HOME's runs, without those of another version of Shardline."""
+    return of_this_format(all_run_folders(), of_this_version, what="run", name=lambda folder: folder.name)
+
+
+def all_run_folders() -> list[Path]:
+    """Return the folders of this SHARDLINE_HOME's runs, of whatever version."""
+    return sorted(path for path in home().iterdir() if any((path / name).exists() for name in RECORDS))
+
+
+def of_this_version(folder: Path) -> Path:
+    """Return the folder of a run. Raises OtherFormat; damage is for those to tell who read more."""
+    record = next(folder / name for name in RECORDS if (folder / name).exists())
+    try:
+        Record.fields(record)
+    except OtherFormat:
+        raise
+    except (OSError, DamagedRecord):
+        pass
+    return folder
 
 
 def read_plan(run_dir: Path) -> RunPlan | None:

@@ -105,7 +105,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("gates.*", "exact", ""),
     ("rollout.*", "exact", ""),
     ("launch.*", "exact", ""),
-    ("preset", "exact", ""),  # see `changes`
+    ("preset", "exact", ""),
     ("store.*", "exact", ""),
     ("prices.*", "exact", ""),
     ("trainer.*", "refused", "another program is another run"),
@@ -159,7 +159,6 @@ def changes(run_dir: Path, config: RunConfig, *, begun_with: RunConfig) -> tuple
     new = dict(flattened(config.model_dump(mode="json")))
     fields = dict(flattened(old)) | {field: None for field in new if field not in dict(flattened(old))}
     changed = [(field, value, new.get(field)) for field, value in fields.items() if value != new.get(field)]
-    changed = [each for each in changed if each[0] != "preset"]  # which older versions did not write down
     if not changed:
         return ()
     effects = [_effect(field) for field, _, _ in changed]

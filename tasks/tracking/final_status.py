@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tasks.runs.folder import run_folders
 from tasks.runs.history import note_end
 from tasks.runs.owner import end_orphans, owner_record
 from tasks.tracking.client import registry_client
@@ -19,7 +20,7 @@ from tasks.workspace.paths import home, tracking_uri
 from tasks.workspace.processes import local_process
 from tasks.workspace.skip import skip_unreadable
 from tasks.workspace.wait import until
-from training.records.record import Record, read_fields
+from training.records.record import Record
 from training.tracking.mlflow_sender import Sender, has_unsent_rows
 from training.tracking.redaction import plain, without_credentials
 
@@ -126,7 +127,7 @@ def reconcile_mlflow() -> list[EndedRun]:
     known here whether others live. A run whose records cannot be read is left out, with a warning.
     """
     client, ended = registry_client(tracking_uri()), list[EndedRun]()
-    for path in sorted(home().glob("*/run.json")):
+    for path in (folder / "run.json" for folder in run_folders() if (folder / "run.json").exists()):
         with skip_unreadable(f"it is unknown how run {path.parent.name} ended"), suppress(AlreadyOwned):
             ended += _ended(client, path)
     return ended
@@ -138,7 +139,7 @@ def _ended(client: MlflowClient, path: Path) -> list[EndedRun]:
     if before is not None and before.mlflow_knows and before.prefect_knows and not has_unsent_rows(path.parent):
         return []
     with owned(path.parent):
-        ending = _settled(client, path.parent, read_fields(path)["mlflow_run_id"])
+        ending = _settled(client, path.parent, Record.fields(path)["mlflow_run_id"])
     owner = owner_record(path.parent)
     if ending is None or ending.prefect_knows or owner is None or local_process(owner.process):
         return []
@@ -165,7 +166,7 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatu
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return None
             raise
-        if ending is None and status != "RUNNING":  # its disk was full, or it is older than ending.json
+        if ending is None and status != "RUNNING":  # its disk was full
             Sender(folder, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id).send()
             ending = RunStatus(status=status, cause="", mlflow_knows=True)
         else:

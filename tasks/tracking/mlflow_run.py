@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pydantic import ConfigDict, Field
 
 from tasks.runs.errors import RunFailed, RunStopped
-from tasks.runs.folder import flattened
+from tasks.runs.folder import flattened, run_folders
 from tasks.runs.history import note_start
 from tasks.runs.owner import claim
 from tasks.runs.resume import Resumptions
@@ -81,7 +81,7 @@ class TrackedRun(Record):
         return run_folder(self.run_id)
 
     def is_of(self, config: RunConfig) -> bool:
-        """Whether the run began with this config, from whatever preset: older versions did not write that down."""
+        """Whether the run began with this config, from whatever preset."""
         return self.begun_with.model_copy(update={"preset": config.preset}) == config
 
 
@@ -98,7 +98,7 @@ def read_run(run_id: str) -> TrackedRun:
 
 def run_begun_by(flow_run: str, config: RunConfig) -> str:
     """Return the ID of the run that this flow run began with the same config before a retry; empty if there is none."""
-    for path in sorted(home().glob("*/run.json"), reverse=True):
+    for path in (folder / "run.json" for folder in reversed(run_folders())):
         with skip_unreadable(f"whether this flow run began run {path.parent.name} is unknown"):
             if flow_run and flow_run.encode() in path.read_bytes():
                 run = TrackedRun.read(path)
@@ -237,9 +237,9 @@ def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
     from mlflow.entities import Dataset, DatasetInput, Metric
 
     client = connect()
-    client.log_text(plan.mlflow_run_id, plan.model_dump_json(indent=2), "plan.json")
-    client.log_text(plan.mlflow_run_id, inventory.model_dump_json(indent=2), "inventory.json")
-    client.log_text(plan.mlflow_run_id, shards.model_dump_json(indent=2), "dataset.json")
+    client.log_text(plan.mlflow_run_id, plan.content().decode(), "plan.json")
+    client.log_text(plan.mlflow_run_id, inventory.content().decode(), "inventory.json")
+    client.log_text(plan.mlflow_run_id, shards.content().decode(), "dataset.json")
     dataset = Dataset(
         name=plan.config.data.described[:48],
         digest=shards.fingerprint[:36],  # MLflow's limit; the tag has the whole fingerprint
@@ -269,7 +269,7 @@ def log_resumptions(run: TrackedRun, config: RunConfig, resumptions: Resumptions
     if not resumptions.resumptions:
         return
     client = connect()
-    client.log_text(run.mlflow_run_id, resumptions.model_dump_json(indent=2), "resume-overrides.json")
+    client.log_text(run.mlflow_run_id, resumptions.content().decode(), "resume-overrides.json")
     client.log_text(run.mlflow_run_id, config.model_dump_json(indent=2), "config.json")
     resumed = [f"after step {each.after_step}: {', '.join(map(str, each.changes))}" for each in resumptions.resumptions]
     tags = {

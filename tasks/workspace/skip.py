@@ -1,16 +1,38 @@
-"""Commands that look at all runs go on where one run's files cannot be read, and say so once."""
+"""Commands that look at many things go on where one of them cannot be read, and say so once."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
-from training.records.record import DamagedRecord
+from training.records.record import DamagedRecord, OtherFormat
+from training.records.words import counted
 
 logger = logging.getLogger(__name__)
+
+SHOWN = 20  # names in a warning
 _said: set[str] = set()
+Item = TypeVar("Item")
+Read = TypeVar("Read")
+
+
+def of_this_format(
+    items: Iterable[Item], read: Callable[[Item], Read], *, what: str, name: Callable[[Item], str]
+) -> list[Read]:
+    """Read each item, without those that another version of Shardline wrote: one warning names them together."""
+    found, others = [], []
+    for item in items:
+        try:
+            found.append(read(item))
+        except OtherFormat:
+            others.append(name(item))
+    if others:
+        named = ", ".join(others[:SHOWN]) + (" …" if len(others) > SHOWN else "")
+        _warn(f"left out {counted(len(others), what)}", f"another version of Shardline wrote {named}")
+    return found
 
 
 @contextmanager
@@ -29,7 +51,7 @@ def skip_unreadable(what: str) -> Iterator[None]:
         _warn(what, error)
 
 
-def _warn(what: str, problem: Exception) -> None:
+def _warn(what: str, problem: object) -> None:
     if str(problem) not in _said:
         _said.add(str(problem))
         logger.warning("%s: %s", what, problem)

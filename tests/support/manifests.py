@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest
+from training.records.text_encoding import NOTHING_SPECIAL
 from training.records.token_shards import Shard, TokenShards
 from training.shards.format import MANIFEST
 
@@ -14,7 +15,13 @@ from training.shards.format import MANIFEST
 def write_manifest(
     folder: Path, shards: Iterable[Shard], *, vocab_size: int, end_id: int, mask_id: int | None = None, **fields: Any
 ) -> None:
-    unknown = {"tokenizer": "characters", "tokenizer_sha256": "0" * 64, "fingerprint": "f" * 64, "sources": ()}
+    unknown = {
+        "tokenizer": "characters",
+        "tokenizer_sha256": "0" * 64,
+        "fingerprint": "f" * 64,
+        "sources": (),
+        "text_encoding": NOTHING_SPECIAL,
+    }
     TokenShards(
         **(unknown | fields),
         vocab_size=vocab_size,
@@ -29,8 +36,8 @@ def write_manifest(
 
 
 def write_checkpoint_manifest(folder: Path, *, step: int, **fields: Any) -> CheckpointManifest:
-    one_rank = {"strategy": "single", "mesh": {"pp": 1, "dp": 1, "tp": 1}, "world_size": 1}
-    unknown = {"tokens": step, "config_sha256": "0" * 64, "val_loss": None, "files": {}}
+    one_rank = {"strategy": "single", "mesh": {"pp": 1, "dp": 1, "tp": 1}, "world_size": 1, "micro_batches": (1,)}
+    unknown = {"tokens": step, "config_sha256": "0" * 64, "optimizer": "adamw", "val_loss": None, "files": {}}
     manifest = CheckpointManifest(step=step, **(one_rank | unknown | fields))
     manifest.write(folder / CHECKPOINT_MANIFEST)
     return manifest

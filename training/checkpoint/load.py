@@ -17,7 +17,6 @@ a message. No pickle is used.
 from __future__ import annotations
 
 import logging
-from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from torch import Tensor
 from training.checkpoint.safetensors_files import TensorFiles
 from training.models.language_model import LanguageModel
 from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, damage
-from training.records.model_state import check_state, listed, saved_shapes
+from training.records.model_state import check_state, saved_shapes
 from training.records.plan import RankPlan, describe_stages
 from training.runtime.process import Rank
 from training.strategies import Strategy
@@ -37,32 +36,14 @@ from training.strategies import Strategy
 logger = logging.getLogger(__name__)
 
 
-def weights_for(
-    model: LanguageModel, folder: Path, *, initial: Mapping[str, Tensor] | None = None
-) -> Mapping[str, Tensor]:
+def weights_for(model: LanguageModel, folder: Path) -> Mapping[str, Tensor]:
     """Return a checkpoint's weights and buffers, which are read tensor by tensor.
 
-    Older versions saved no buffers, which training does not change: then those of `initial`, with which the run began,
-    are taken. Raises ValueError, with the names, if the checkpoint does not have the model's tensors.
+    Raises ValueError, with the names, if the checkpoint does not have the model's tensors.
     """
-    saved, expected, weights = saved_shapes(folder), model.state_shapes, TensorFiles(folder, "model")
-    buffers = expected.keys() & {name for name, _ in model.hf.named_buffers()}
     cure = "resume with the model section that it was trained with, or start a new run"
-    if buffers and buffers.isdisjoint(saved):
-        if initial is None:
-            cure = "an older version saved no buffers: `shardline resume RUN train.steps=MORE` saves and exports them"
-        else:
-            saved |= {name: expected[name] for name in buffers}
-            weights = ChainMap(weights, initial)  # type: ignore[arg-type,assignment]
-            if dist.get_rank() == 0:
-                logger.warning(
-                    "checkpoint %s is of an older version, which saved no buffers: %s are those that the run began "
-                    "with; the next checkpoint has them",
-                    folder,
-                    listed(buffers),
-                )
-    check_state(saved, expected, where=f"checkpoint {folder}", cure=cure)
-    return weights
+    check_state(saved_shapes(folder), model.state_shapes, where=f"checkpoint {folder}", cure=cure)
+    return TensorFiles(folder, "model")
 
 
 def load_state(folder: Path, *, strategy: Strategy, rank: Rank, plan: RankPlan) -> CheckpointManifest:

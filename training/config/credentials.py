@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
-
-logger = logging.getLogger(__name__)
-
-RECORD = {"record": True}  # pydantic's context for what an earlier version wrote: credentials are left out, not refused
 
 
 def _any_case(words: str) -> str:
@@ -59,36 +53,15 @@ def without_url_credentials(text: str) -> str:
     return _ANY_QUERY.sub(lambda found: f"{found[1]}?***" if _QUERY.search(found[0]) else found[0], text)
 
 
-def public(value: Any, *, in_record: bool) -> Any:
-    """Return a field's value, whose texts hold no URL with credentials.
-
-    Raises PydanticCustomError for one that does; from a record of an earlier version they are removed, with a warning.
-    """
-    if isinstance(value, tuple):
-        return tuple(public(each, in_record=in_record) for each in value)
-    if isinstance(value, dict):
-        return {key: public(each, in_record=in_record) for key, each in value.items()}
-    if not isinstance(value, str) or not (problem := problem_of(value)):
-        return value
-    if not in_record:
+def public(value: Any) -> Any:
+    """Return a field's value. Raises PydanticCustomError for one with a text that holds a URL with credentials."""
+    if isinstance(value, (tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            public(each)
+    elif isinstance(value, str) and (problem := problem_of(value)):
         raise PydanticCustomError("credentials", problem)
-    kept = without_url_credentials(value).replace("***@", "").replace("?***", "")
-    _warn(kept)
-    return kept
-
-
-def _refuse(text: str) -> str:
-    return str(public(text, in_record=False))
+    return value
 
 
 # A parameter of a flow that may hold a URL. Fields of the config are checked by their section.
-PublicText = Annotated[str, AfterValidator(_refuse), Field(json_schema_extra=WITHOUT_CREDENTIALS)]
-
-
-@functools.cache
-def _warn(url: str) -> None:
-    logger.warning(
-        "an earlier version stored credentials of %s with a run: they are left out now; give the store's library new "
-        "ones, because the old ones may have been read",
-        url,
-    )
+PublicText = Annotated[str, AfterValidator(public), Field(json_schema_extra=WITHOUT_CREDENTIALS)]

@@ -10,9 +10,8 @@ from collections import Counter
 from pathlib import PurePath
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from training.config.credentials import RECORD
 from training.config.section import Section
 
 # Tokens of a vocabulary before the corpus is tokenized, where the config does not tell their number.
@@ -56,14 +55,6 @@ class TokenizerConfig(Section):
         description="Whether each document and each prompt begins with the tokenizer's beginning-of-sequence token. "
         "auto: where a pretrained model is continued, as its tokenizer does it; otherwise no.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def of_versions_without_rule(cls, fields: Any, info: ValidationInfo) -> Any:
-        """Read what earlier versions recorded: to them special tokens in a text were text, and none began it."""
-        if info.context == RECORD and isinstance(fields, dict):
-            return {"special_tokens_in_text": "none", "bos": "no"} | fields
-        return fields
 
     @field_validator("bos", mode="before")
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import ComputedFieldInfo, FieldInfo
 
-from training.config.credentials import RECORD, WITHOUT_CREDENTIALS, public
+from training.config.credentials import WITHOUT_CREDENTIALS, public
 
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 FREE_TEXT = {"prompts"}  # fields that only the model reads
@@ -80,4 +80,4 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def refuse_credentials(cls, value: Any, info: ValidationInfo) -> Any:
-        return value if info.field_name in FREE_TEXT else public(value, in_record=info.context == RECORD)
+        return value if info.field_name in FREE_TEXT else public(value)

@@ -89,7 +89,7 @@ def make_plan(
         vocab_size=shape.vocab_size,
         end_id=end_id,
         mask_id=shards.mask_id if shards else None,
-        text_encoding=shards.encoding if shards else NOTHING_SPECIAL,
+        text_encoding=shards.text_encoding if shards else NOTHING_SPECIAL,
         shape=shape,
         **chosen.plan_fields(),
         **run.plan_fields(),

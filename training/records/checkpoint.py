@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from training.config.parallel import Stages
 from training.config.run import RunConfig
+from training.facts.formats import Kind
 from training.facts.placed import FileName
 from training.records.left_out import SpikeState
-from training.records.record import DamagedRecord, Record, SealedRecord, sha256_file
+from training.records.record import DamagedRecord, OtherFormat, Record, SealedRecord, sha256_file
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +51,19 @@ class CheckpointManifest(SealedRecord):
     at this step; so is `spikes`.
     """
 
+    FORMAT: ClassVar[Kind] = "checkpoints"
+
     step: int
     tokens: int
     strategy: str
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon"]
     mesh: dict[str, int]
     stages: Stages = ()
     sequence_parallel: bool = False
     world_size: int
     config_sha256: str
     val_loss: float | None
-    micro_batches: tuple[int, ...] = ()
+    micro_batches: tuple[int, ...]
     spikes: SpikeState = SpikeState()
     files: dict[FileName, WrittenFile]
 
@@ -141,6 +144,7 @@ def damage(
     folder: Path, *, hashes: bool = True, only: tuple[str, ...] = ("",), part: int = 0, of_parts: int = 1
 ) -> str | None:
     """Describe the damage of a checkpoint; None if it is complete. Without `hashes` only sizes are compared.
+    Raises OtherFormat.
 
     `only`: files whose names begin with this. part, of_parts: hash a part of them, so that several processes share the
     work.
@@ -149,6 +153,8 @@ def damage(
         named = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST).files
     except FileNotFoundError:
         return "manifest.json is missing"
+    except OtherFormat:
+        raise
     except DamagedRecord as error:
         return error.problem.removeprefix(f"{folder}/")
     files = {name: expected for name, expected in named.items() if name.startswith(only)}

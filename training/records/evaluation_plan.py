@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from training.facts.strategies import STRATEGIES, StrategyName
 from training.records.checkpoint import averaged_checkpoints
 from training.records.plan import RankPlan, RunPlan
-from training.records.record import DamagedRecord
+from training.records.record import DamagedRecord, OtherFormat
 from training.records.train_result import TrainResult
 
 
@@ -80,5 +80,7 @@ def read_evaluation_plan(path: Path) -> EvaluationPlan:
         return EvaluationPlan.of_run(plan, trained).model_copy(update={"averaged": tuple(map(str, averaged))})
     try:
         return EvaluationPlan.read(path)
+    except OtherFormat:
+        raise
     except DamagedRecord:
         raise ValueError(f"{path} is no evaluation's plan, nor a trained run's: there is no {result}") from None

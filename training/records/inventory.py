@@ -49,7 +49,7 @@ class Host(Record):
     `…_gb_per_s` is the bus bandwidth of a large all-reduce and `…_latency_us` the time of a small one, between this
     host's ranks (allreduce) or between the ranks of all hosts (network); 0: not measured. A host's network rate is
     that of all its ranks together, in one direction. `shared_memory_gib` is the size of /dev/shm. `compile_lacks`: the
-    program that torch.compile lacks there, with the cure; empty if none, None where an earlier version runs.
+    program that torch.compile lacks there, with the cure; empty if none.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Host(Record):
     links: tuple[Link, ...] = ()
     versions: dict[str, str] = Field(default_factory=dict)
     shared_memory_gib: float | None = None
-    compile_lacks: str | None = None
+    compile_lacks: str = ""
     measured_at: str = ""
 
 

@@ -5,14 +5,13 @@ training/checkpoint makes and loads them; this file needs no torch.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
+from typing import ClassVar
 
+from training.facts.formats import Kind
 from training.facts.placed import FileName
 from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, RankFile, finished_checkpoints
-from training.records.record import DamagedRecord, SealedRecord
-
-logger = logging.getLogger(__name__)
+from training.records.record import SealedRecord
 
 MEMORY_RECORD = "memory_checkpoint.json"
 
@@ -25,12 +24,16 @@ class MemoryRecord(SealedRecord):
     ends in a word that no other attempt has.
     """
 
+    FORMAT: ClassVar[Kind] = "checkpoints"
+
     step: int
     name: FileName
 
 
 class RankShare(SealedRecord):
     """rank-N.json beside a rank's files on a host: one rank's part of a checkpoint; written after all its files."""
+
+    FORMAT: ClassVar[Kind] = "checkpoints"
 
     rank: int
     checkpoint: CheckpointManifest  # the manifest of the complete checkpoint, without file names
@@ -39,12 +42,7 @@ class RankShare(SealedRecord):
 
 def memory_record(run_dir: Path) -> MemoryRecord | None:
     """Return the record of the copy in the hosts' memory; None, with a warning, if it is damaged."""
-    path = run_dir / MEMORY_RECORD
-    try:
-        return MemoryRecord.read(path) if path.exists() else None
-    except DamagedRecord as error:
-        logger.warning("the copy in the hosts' memory is not used: %s", error.problem)
-        return None
+    return MemoryRecord.read_or_none(run_dir / MEMORY_RECORD, otherwise="the copy in the hosts' memory is not used")
 
 
 def newest_step(run_dir: Path) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +19,6 @@ import numpy as np
 from training.facts.placed import safe_name
 from training.records.record import DamagedRecord, check_regular, read_fields
 from training.records.results import ExportedModel
-
-logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, Sequence[int]]  # of a state's tensors, by name
 INTEGER = re.compile(r"[IU]\d")  # safetensors' names of data types
@@ -42,7 +39,6 @@ NOT_FINITE = (
     "it again if the original is whole, else give a checkpoint from before it diverged"
 )
 SHOWN = 12  # names in a message; of more, those that differ only in their layer or expert are one pattern
-WITHOUT_BUFFERS = ("llama", "gpt2", "bert")  # model types for which what older versions saved was the whole state
 
 
 def differences(
@@ -69,22 +65,9 @@ def check_state(saved: Shapes, model: Shapes, *, where: str, cure: str) -> None:
 
 
 def check_export(folder: Path, exported: ExportedModel) -> None:
-    """Raise ValueError unless the export has the tensors of the model that it was made of.
-
-    The record of an older version does not name them: this is said if the class may have buffers, which it left out.
-    """
-    if exported.tensors:
-        cure = "restore the folder, or delete it and export again with `shardline resume RUN`"
-        return check_state(saved_shapes(folder), exported.tensors, where=str(folder), cure=cure)
-    kind = read_fields(folder / "config.json").get("model_type", "unknown")
-    if kind not in WITHOUT_BUFFERS:
-        logger.warning(
-            "%s was exported by an older version of Shardline, which left a model's persistent buffers out; if its "
-            "class (%s) has any, it is another model than was trained: `shardline resume RUN train.steps=MORE` exports "
-            "a whole one",
-            folder,
-            kind,
-        )
+    """Raise ValueError unless the export has the tensors of the model that it was made of."""
+    cure = "restore the folder, or delete it and export again with `shardline resume RUN`"
+    check_state(saved_shapes(folder), exported.tensors, where=str(folder), cure=cure)
 
 
 def weight_files(folder: Path) -> list[Path]:

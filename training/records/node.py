@@ -63,7 +63,7 @@ class HandedTask(Record):
 class RankFailure(Record):
     """The failure of a rank. A negative `exit_code` is a signal's number. `cause`: the line of the exception, if known.
 
-    `local_rank`: the rank's number on its host, which is that of its GPU there; None in records of earlier versions.
+    `local_rank`: the rank's number on its host, which is that of its GPU there; None: torchrun did not tell it.
     """
 
     rank: int

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from pydantic import Field, computed_field, model_validator
+from pydantic import Field
 
 from training.config.device_names import key_for
 from training.config.parallel import Precision, Stages
@@ -22,8 +22,8 @@ from training.config.train import Batches, BatchPhase
 from training.facts.strategies import IN_SHARDS, StrategyName
 from training.records.correction import Correction, Priced
 from training.records.model_sizes import ModelSizes
-from training.records.record import Record, with_matmul_share
-from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
+from training.records.record import Record
+from training.records.text_encoding import TextEncoding
 
 TRAINER_PLAN = "trainer.json"  # in the run folder, where the user's program trains
 RUN_DIR = "{run_dir}"  # in trainer.args
@@ -53,41 +53,17 @@ class ModelShape(Record):
     adds_loss: bool = False  # its class adds to cross-entropy, as its config.json asks
     sizes: ModelSizes = ModelSizes()
 
-    @computed_field  # type: ignore[prop-decorator]
     @property
     def parameters(self) -> int:
         """The number of parameters; 0 if they are not counted."""
         return self.sizes.parameters
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier_versions(cls, fields: Any) -> Any:
-        """Return the fields of a plan whose parameters were computed by a formula, or without the computed field."""
-        if not isinstance(fields, dict) or "parameters" not in fields:
-            return fields
-        own = {name: value for name, value in fields.items() if name != "parameters"}
-        if "sizes" in own:
-            return own
-        words, layers = own["vocab_size"] * own["width"], own["layers"]
-        layer = (fields["parameters"] - words * (1 if own["tied"] else 2)) // layers
-        in_layer = {"parameters": layer, "used": layer, "cut": layer, "multiplied": layer, "attention": layer}
-        after = fields["parameters"] - words - layers * layer
-        sizes = {
-            "counted": "by a formula, as earlier versions of Shardline did",
-            "before": {"parameters": words, "used": words, "cut": words},
-            "layers": [{"count": layers, **in_layer}],
-            "after": {"parameters": after, "used": after, "cut": after},
-            "looked_up": 0 if own["tied"] else words,
-            "tied": own["tied"],
-        }
-        return own | {"head_dim": own["width"] // own["heads"], "sizes": sizes if fields["parameters"] else {}}
 
 
 class Prediction(Record):
     """The plan's predictions, to be compared with what the run measures.
 
     `memory_gib`: memory of one rank, by component. `step_s`: seconds of one step, by component; each of them adds up.
-    `step_range_ms`: likely, by what was measured before (training/planner/price/pricing.py); zeros in earlier plans.
+    `step_range_ms`: likely, by what was measured before (training/planner/price/pricing.py).
     `exposed_communication_s` is already included in `step_s`. `mfu`: fraction of the
     datasheets' dense peak in the plan's precision (None: a device is in no catalogue); `matmul_share`: of the measured
     rate of matrix products (None: not measured). `correction`: the factors, from earlier runs, that all of it has.
@@ -95,7 +71,7 @@ class Prediction(Record):
 
     memory_gib: dict[str, float]
     step_s: dict[str, float]
-    step_range_ms: tuple[float, float] = (0.0, 0.0)
+    step_range_ms: tuple[float, float]
     exposed_communication_s: float
     flops_per_token: float
     peak_tflops: float  # measured for matrix products in the plan's precision, mean over ranks
@@ -106,11 +82,6 @@ class Prediction(Record):
     train_s: float
     checkpoint_gib: float
     correction: Correction = Correction()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier_versions(cls, fields: Any) -> Any:
-        return with_matmul_share(fields)
 
     @property
     def step_ms(self) -> float:
@@ -131,7 +102,7 @@ class PlannedSource(Record):
     """A source of the text: the sequences and tokens of one epoch of it, and the epochs that the run sees.
 
     `documents` in one epoch, and those of them longer than the context, which are cut: 0 in packings that cut the
-    stream wherever a sequence ends, and in plans of earlier versions.
+    stream wherever a sequence ends.
     """
 
     name: str
@@ -173,11 +144,6 @@ class RankedLayout(Record):
     matmul_share: float | None = None
     exposed_communication_s: float | None
     why_not: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier_versions(cls, fields: Any) -> Any:
-        return with_matmul_share(fields)
 
     def as_asked(self) -> dict[str, Any]:
         """Return the fields of the config's section `parallel` that ask for this layout."""
@@ -278,7 +244,7 @@ class RankPlan(Record):
     vocab_size: int
     end_id: int
     mask_id: int | None
-    text_encoding: TextEncoding = NOTHING_SPECIAL
+    text_encoding: TextEncoding
     shape: ModelShape
     device_kind: Literal["cpu", "cuda"]
     strategy: StrategyName
@@ -302,16 +268,6 @@ class RankPlan(Record):
     local_copies: dict[str, str] = Field(default_factory=dict)
     generation_config: dict[str, Any] = Field(default_factory=dict)
     more_ends: tuple[int, ...] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_versions_without_auto(cls, fields: Any) -> Any:
-        """Return the fields of a plan for which the config alone said what was compiled, or interleaved."""
-        if not isinstance(fields, dict) or not isinstance(fields.get("config"), dict):
-            return fields
-        asked = {section: fields["config"].get(section, {}) for section in ("train", "parallel")}
-        stages_per_rank = max(1, asked["parallel"].get("pp_stages_per_rank", 1))
-        return {"compiled": asked["train"].get("compile", False) is True, "stages_per_rank": stages_per_rank} | fields
 
     def local(self, path: str) -> str:
         """A path of the config as ranks open it."""
@@ -381,18 +337,17 @@ class RankPlan(Record):
 class RunPlan(RankPlan):
     """runs/ID/plan.json: everything that a rank needs to train, written once by the head node.
 
-    `hosts`: their names in the order of ranks; empty in plans made before they were recorded. `idle_hosts`: those that
-    were there, and which the plan does without.
+    `hosts`: their names in the order of ranks. `idle_hosts`: those that were there, and which the plan does without.
     `precision_by_device`: the precisions of devices by their names, where they differ.
     `largest_micro_batches`: how far rebalancing may raise each micro-batch. `largest_stages`: to how many layers it may
-    lengthen each of `stages`; empty where there are none, and in plans made before layers moved.
+    lengthen each of `stages`; empty where there are none.
     `by_device`: what each kind of device has, where they are unlike.
     `ranking`: the possible layouts, the chosen one first; at the end some that do not fit.
     `steps_in_time`: how many of them train.target_minutes has time for, as the run's first plan predicted; 0: no limit.
     `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
     `batch_phases`: the sequences of each step, by train.batch_schedule; empty where all have train.global_batch.
-    `sources`: those of data.sources, or the corpus as one; empty without shards, and in plans made before there were
-    mixtures. `mixture`: by phase, empty where there is one source.
+    `sources`: those of data.sources, or the corpus as one; empty without shards. `mixture`: by phase, empty where there
+    is one source.
     `price_per_hour`: of all its devices together, in prices.currency; None if a device has no price.
     `priced`: what the prices are of, by which the run's measurements correct later plans; None where they must not.
     """

@@ -1,21 +1,26 @@
 """Records: the results of stages, for later stages.
 
-Each is a small JSON file that is written completely or not at all.
+Each is a small JSON file that is written completely or not at all. It begins with the number of its format
+(training/facts/formats.py), and one of another number is not read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
+import re
 import stat
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from training.config.credentials import RECORD
+from training.facts.formats import FORMATS, Kind, problem_of
+
+logger = logging.getLogger(__name__)
 
 MOST_FIELDS_BYTES = 64 * 2**20  # of JSON that may be a stranger's: Python's objects take up to 20 times as much
 
@@ -32,40 +37,84 @@ class DamagedRecord(ValueError):
 
     @classmethod
     def of(cls, path: Path | str, error: ValidationError) -> Self:
-        """Describe what does not fit first. A field that is not known here is of a later version."""
-        problems = error.errors(include_input=False, include_url=False)
-        unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
-        first = [*unknown, *problems][0]
+        """Describe what does not fit first."""
+        first = error.errors(include_input=False, include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
-        if unknown:
-            return cls(path, f"was written by a newer Shardline (it has `{field}`)", cure="update Shardline here")
         return cls(path, f"is damaged ({f'{field}: ' if field else ''}{first['msg']})")
 
 
+class OtherFormat(DamagedRecord):
+    """A record of another format, which another version of Shardline wrote."""
+
+
 class Record(BaseModel):
-    """A stage's result. `write` renames a finished file, so that a reader never sees a part of a record."""
+    """A stage's result. `write` renames a finished file, so that a reader never sees a part of a record.
+
+    `FORMAT`: the kind whose number is in its file; a record within another has none.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    FORMAT: ClassVar[Kind] = "records"
 
     def write(self, path: Path) -> None:
         write_atomically(path, self.content())
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the record. Raises DamagedRecord, or FileNotFoundError."""
+        """Read the record. Raises OtherFormat, DamagedRecord or FileNotFoundError."""
         return cls.parse(_content(path), where=path)
+
+    @classmethod
+    def read_or_none(cls, path: Path, *, otherwise: str) -> Self | None:
+        """Return the record; None if there is none or, with a warning that tells what is done `otherwise`, if it
+        cannot be read. For what can be made anew.
+        """
+        try:
+            return cls.read(path)
+        except FileNotFoundError:
+            return None
+        except (DamagedRecord, OSError) as error:
+            problem = error.problem if isinstance(error, DamagedRecord) else error
+            logger.warning("%s: %s", otherwise, problem)
+            return None
+
+    @classmethod
+    def fields(cls, path: Path) -> Fields:
+        """Read the record without the types of its fields. Raises as `read` does."""
+        content = _content(path, most_bytes=MOST_FIELDS_BYTES)
+        cls._body(content, where=path)
+        return _fields(content, where=path)
 
     def content(self) -> bytes:
         """Return the bytes of the record's file."""
-        return f"{self.model_dump_json(indent=2)}\n".encode()
+        head = f'{{\n  "format": {FORMATS[self.FORMAT].number},'
+        return f"{head}{self.model_dump_json(indent=2).removeprefix('{')}\n".encode()
 
     @classmethod
     def parse(cls, content: bytes, *, where: Path | str) -> Self:
         """Return the record in the content of a file. Raises DamagedRecord, which names the file or URL `where`."""
         try:
-            return cls.model_validate_json(content, context=RECORD)
+            return cls.model_validate_json(cls._body(content, where=where))
         except ValidationError as error:
             raise DamagedRecord.of(where, error) from None
+
+    @classmethod
+    def check_format(cls, number: int, *, where: Path | str) -> None:
+        """Raise OtherFormat unless it is the format of this kind of record; 0: there was no number."""
+        if problem := problem_of(cls.FORMAT, number):
+            raise OtherFormat(where, problem, cure=FORMATS[cls.FORMAT].cure)
+
+    @classmethod
+    def _body(cls, content: bytes, *, where: Path | str) -> bytes:
+        """Return the JSON of the fields. Raises OtherFormat; DamagedRecord for what is no record at all."""
+        found = HEAD.match(content)
+        if found is None:
+            _fields(content, where=where)
+        cls.check_format(int(found[1]) if found else 0, where=where)
+        return HEAD.sub(b"{", content, count=1)
+
+
+HEAD = re.compile(rb'\s*\{\s*"format":\s*(\d+)\s*,')
 
 
 class SealedRecord(Record):
@@ -93,7 +142,7 @@ def _seal(body: bytes) -> bytes:
 class Fields(dict[str, Any]):
     """The fields of a JSON file. Raises DamagedRecord for a field that it lacks."""
 
-    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+    def __init__(self, path: Path | str, fields: dict[str, Any]) -> None:
         super().__init__(fields)
         self.path = path
 
@@ -102,21 +151,24 @@ class Fields(dict[str, Any]):
 
 
 def read_fields(path: Path) -> Fields:
-    """Read the object in a JSON file without its types, so that it may be of any version, or not a record.
+    """Read the object in a JSON file that is not a record.
 
     Raises DamagedRecord, also for a file that is too large or nested too deeply, or names a field twice; or
     FileNotFoundError.
     """
-    content = _content(path, most_bytes=MOST_FIELDS_BYTES)
+    return _fields(_content(path, most_bytes=MOST_FIELDS_BYTES), where=path)
+
+
+def _fields(content: bytes, *, where: Path | str) -> Fields:
     try:
         found = json.loads(content, object_pairs_hook=_without_repetition)
     except RecursionError:
-        raise DamagedRecord(path, "is damaged (it is nested too deeply)") from None
+        raise DamagedRecord(where, "is damaged (it is nested too deeply)") from None
     except ValueError as error:
-        raise DamagedRecord(path, f"is damaged ({error})") from None
+        raise DamagedRecord(where, f"is damaged ({error})") from None
     if not isinstance(found, dict):
-        raise DamagedRecord(path, "is damaged (it has no fields)")
-    return Fields(path, found)
+        raise DamagedRecord(where, "is damaged (it has no fields)")
+    return Fields(where, found)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -155,13 +207,6 @@ def _content(path: Path, *, most_bytes: int | None = None) -> bytes:
     if not content.strip(b"\0 \n"):  # zeros: what some file systems leave of a file after a power cut
         raise DamagedRecord(path, "is empty")
     return content
-
-
-def with_matmul_share(fields: Any) -> Any:
-    """Return the fields of a record. Earlier versions called the share of the measured matmul rate `mfu`."""
-    if not isinstance(fields, dict) or "mfu" not in fields or "matmul_share" in fields:
-        return fields
-    return {name: value for name, value in fields.items() if name != "mfu"} | {"matmul_share": fields["mfu"]}
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
+from training.facts.formats import Kind
 from training.facts.placed import FileName
 from training.records.record import Record
 from training.records.text_encoding import TextEncoding
@@ -221,6 +220,8 @@ class EngineRecord(Record):
 class EngineReport(Record):
     """export/tensorrt.json, beside the engines."""
 
+    FORMAT: ClassVar[Kind] = "exports"
+
     engines: tuple[EngineRecord, ...]
     latency: tuple[LatencyFigure, ...]
 
@@ -230,9 +231,10 @@ class ExportedModel(Record):
 
     averaged_steps: of the checkpoints whose average it is, by train.average; empty: it is the checkpoint's own weights.
     end_ids: the tokens that end a generated text; end_id alone ends documents.
-    tensors: the shapes of the model's state by name; empty in records of older versions, which left buffers out.
-    text_encoding: how text becomes tokens; None in records of older versions, to which all were special.
+    tensors: the shapes of the model's state by name. text_encoding: how text becomes tokens.
     """
+
+    FORMAT: ClassVar[Kind] = "exports"
 
     step: int
     checkpoint_sha256: str
@@ -240,10 +242,10 @@ class ExportedModel(Record):
     objective: Literal["causal", "masked"]
     context: int
     end_id: int
-    end_ids: tuple[int, ...] = ()
-    text_encoding: TextEncoding | None = None
+    end_ids: tuple[int, ...]
+    text_encoding: TextEncoding
     files: dict[FileName, str]
-    tensors: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    tensors: dict[str, tuple[int, ...]]
     parity: ParityReport
     skipped: dict[str, str]  # what could not be made or was not carried over, and why
 

@@ -11,7 +11,7 @@ SpecialTokensInText = Literal["none", "template", "all"]
 
 
 class TextEncoding(Record):
-    """A rule for special tokens in text and for how documents begin. Shards without this record have its defaults.
+    """A rule for special tokens in text and for how documents begin.
 
     `rule`: data.tokenizer.special_tokens_in_text. `special_tokens`: the special tokens that the rule takes for special
     where a text holds them; all others are text. `bos`: the tokens before each document and prompt.

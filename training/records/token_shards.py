@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from training.facts.cures import Cure
+from training.facts.formats import Kind
 from training.records.record import Record
-from training.records.text_encoding import NOTHING_SPECIAL, TextEncoding
+from training.records.text_encoding import TextEncoding
 from training.records.words import counted
 
 # A mixture's lie in other folders, of drawn corpora anywhere; no name is absolute or turns back on its way.
@@ -43,8 +44,7 @@ class Stretch(Record):
 class Shard(Record):
     """One token file of one split; `name` is relative to the shard folder, without suffix.
 
-    `part`: the number of its source in a mixture's `parts`. `stretches`: the sources of a validation shard, in order;
-    None for train shards and in older folders.
+    `part`: the number of its source in a mixture's `parts`. `stretches`: the sources of a validation shard, in order.
     """
 
     name: Annotated[str, Field(pattern=SHARD_NAME)]
@@ -54,7 +54,7 @@ class Shard(Record):
     text_bytes: int
     sha256: str
     part: int | None = None
-    stretches: tuple[Stretch, ...] | None = None
+    stretches: tuple[Stretch, ...] = ()
 
     @property
     def chunk(self) -> int:
@@ -98,7 +98,7 @@ class LeftOut(Record):
 
 
 class Ledger(Record):
-    """The counts of what was read, left out and lost while text became tokens. Those that older records lack are 0.
+    """The counts of what was read, left out and lost while text became tokens.
 
     `repeated`: documents left out because an earlier one has the same text. `filtered`: rows left out by data.where.
     `skipped`: documents that could not be read, with all that was lost to the same fault; `skipped_bytes`: their size
@@ -135,6 +135,8 @@ class FinishedChunk(Ledger):
     `bytes_by_file`: what was skipped of each file, by its name.
     """
 
+    FORMAT: ClassVar[Kind] = "shards"
+
     shards: tuple[Shard, ...]
     skipped_examples: tuple[SkippedDocument, ...] = ()
     bytes_by_file: dict[str, int] = Field(default_factory=dict)
@@ -147,9 +149,11 @@ class TokenShards(Ledger):
     `parts`: the names of a mixture's sources, in order; its shards lie in the folders of the sources, beside this one.
     `largest_skipped`: the files of which most was skipped, FILES_KEPT at most.
     `left_out`: the files that were not read. `hints`: sentences about files that may be meant otherwise.
-    `text_encoding`: None in shards of older versions, whose rule is none. `asked_fraction`: how much of the text was to
-    be held out, if whole documents are; otherwise 0. `garbled_example`: characters and the place of the first.
+    `asked_fraction`: how much of the text was to be held out, if whole documents are; otherwise 0. `garbled_example`:
+    characters and the place of the first.
     """
+
+    FORMAT: ClassVar[Kind] = "shards"
 
     fingerprint: str
     parts: tuple[str, ...] = ()
@@ -159,7 +163,7 @@ class TokenShards(Ledger):
     vocab_size: int
     end_id: int
     mask_id: int | None
-    text_encoding: TextEncoding | None = None
+    text_encoding: TextEncoding
     dtype: Literal["uint16", "uint32"]
     split_rule: str
     shards: tuple[Shard, ...]
@@ -247,18 +251,14 @@ class TokenShards(Ledger):
 
     def special_tokens_lines(self) -> list[str]:
         """Return a sentence about the special tokens that the text holds, if it does."""
-        found = self.encoding.on_special(as_tokens=self.special_as_tokens, as_text=self.special_as_text)
+        found = self.text_encoding.on_special(as_tokens=self.special_as_tokens, as_text=self.special_as_text)
         return [f"text: {line}" for line in found]
 
-    @property
-    def encoding(self) -> TextEncoding:
-        return self.text_encoding or NOTHING_SPECIAL
-
     def made_by(self, rule: TextEncoding) -> bool:
-        """Whether the rule gives these tokens of their text, as far as is recorded."""
-        holds_none = self.text_encoding is not None and not self.special_as_tokens + self.special_as_text
-        same = {*self.encoding.special_tokens} == {*rule.special_tokens}
-        return self.encoding.bos == rule.bos and (same or holds_none)
+        """Whether the rule gives these tokens of their text."""
+        holds_none = not self.special_as_tokens + self.special_as_text
+        same = {*self.text_encoding.special_tokens} == {*rule.special_tokens}
+        return self.text_encoding.bos == rule.bos and (same or holds_none)
 
 
 def characters_lost(ledger: Ledger, *, read: str = "") -> Iterator[tuple[str, bool]]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
-
-from pydantic import model_validator
+from typing import Literal, Self
 
 from training.config.launch import Cause
 from training.facts.placed import FileName
-from training.records.record import Record, read_fields, with_matmul_share
+from training.records.record import Record
 
 StoppedBy = Literal["steps", "signal", "hours", "early stop"]
 
@@ -25,7 +23,7 @@ class TrainFailure(Record):
 
 def train_failure(path: Path) -> TrainFailure | None:
     """Return the failure that a result.json records; None if training ended without one."""
-    return TrainFailure.read(path) if "detail" in read_fields(path) else None
+    return TrainFailure.read(path) if "detail" in TrainFailure.fields(path) else None
 
 
 class TrainResult(Record):
@@ -56,11 +54,6 @@ class TrainResult(Record):
     checkpoint_sha256: str
     stopped_by: StoppedBy
     train_s: float
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier_versions(cls, fields: Any) -> Any:
-        return with_matmul_share(fields)
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -16,7 +16,6 @@ train and validation has none in train. A document may span shards: only the sha
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import shutil
@@ -27,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from training.records.record import DamagedRecord, sha256_file, write_atomically
-from training.records.token_shards import FinishedChunk, Ledger, Shard, TokenShards
+from training.records.token_shards import FinishedChunk, Shard, TokenShards
 from training.shards.remote import remote_folder
 
 Split = Literal["train", "validation"]
@@ -90,20 +89,7 @@ def finished_chunk(folder: Path, index: int) -> FinishedChunk | None:
         finished = FinishedChunk.read(marker)
     except DamagedRecord:
         return None
-    return None if _counts_less(finished) or any(_damage(folder, shard) for shard in finished.shards) else finished
-
-
-def num_of_older_versions(folder: Path) -> int:
-    """Return how many chunks an older version finished, which did not count all that is counted today."""
-    found = 0
-    for marker in folder.glob("*.done.json"):
-        with contextlib.suppress(DamagedRecord):
-            found += _counts_less(FinishedChunk.read(marker))
-    return found
-
-
-def _counts_less(finished: FinishedChunk) -> bool:
-    return bool(Ledger.model_fields.keys() - finished.model_fields_set)
+    return None if any(_damage(folder, shard) for shard in finished.shards) else finished
 
 
 def read_manifest(folder: Path) -> TokenShards:

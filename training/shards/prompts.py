@@ -9,6 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from training.config.run import RunConfig
+from training.records.text_encoding import NOTHING_SPECIAL
 from training.shards.stream import TokenStream
 from training.tokenizer.text_encoder import TextEncoder
 
@@ -24,7 +25,7 @@ def sample_prompts(config: RunConfig, shards_dir: Path) -> tuple[str, ...]:
     """Return `evaluation.prompts`; for `auto`, words of Python for the standard library, otherwise of held-out text."""
     if config.evaluation.prompts != "auto":
         return config.evaluation.prompts
-    encoder = TextEncoder(shards_dir / "tokenizer", None)
+    encoder = TextEncoder(shards_dir / "tokenizer", NOTHING_SPECIAL.model_dump())
     kept = []
     for prompt in OF_STDLIB if config.data.path == "stdlib" else _first_words(shards_dir, encoder.tokenizer):
         with contextlib.suppress(ValueError):  # a character that is not in the vocabulary

@@ -38,18 +38,16 @@ class HeldOutSources:
         return self.numbers[np.searchsorted(self.ends, positions, side="right")]
 
 
-def held_out_sources(manifest: TokenShards) -> HeldOutSources | None:
-    """Return the sources of the validation split; None if the shard folder is older than their record."""
+def held_out_sources(manifest: TokenShards) -> HeldOutSources:
+    """Return the sources of the validation split."""
     shards = [shard for shard in manifest.shards if shard.split == "validation"]
     if manifest.parts:
         stretches = [
             Stretch(source=shard.part or 0, tokens=shard.tokens, text_bytes=shard.text_bytes) for shard in shards
         ]
         names, limit = [manifest.parts[stretch.source] for stretch in stretches], len(manifest.parts)
-    elif not manifest.sources or any(shard.stretches is None for shard in shards):
-        return None
     else:
-        stretches = [stretch for shard in shards for stretch in shard.stretches or ()]
+        stretches = [stretch for shard in shards for stretch in shard.stretches]
         files = source_names([file.name for file in manifest.sources])
         names, limit = [files[stretch.source] for stretch in stretches], MAX_SOURCES
     tokens: Counter[str] = Counter()

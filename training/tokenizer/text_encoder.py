@@ -24,18 +24,13 @@ MOST_CHARACTERS = 256  # of a special token: the longest in use have 40, and a p
 
 
 class TextEncoder:
-    """The tokenizer in a folder with a rule: the fields of a TextEncoding record.
+    """The tokenizer in a folder with a rule: the fields of a TextEncoding record."""
 
-    `rule` None, of exports from before there was a record: all special tokens are special in any text, in chats too.
-    """
-
-    def __init__(self, folder: Path | str, rule: Mapping[str, Any] | None) -> None:
+    def __init__(self, folder: Path | str, rule: Mapping[str, Any]) -> None:
         self.file = Path(folder) / "tokenizer.json"
         self.tokenizer = open_tokenizer(self.file, None)  # decodes, and has every special token
-        self.has_rule = rule is not None
-        special: Collection[str] | None = rule["special_tokens"] if rule else None
-        self._of_text = self.tokenizer if special is None else open_tokenizer(self.file, special)
-        self.bos_ids = ids_of(self.tokenizer, rule["bos"] if rule else ())
+        self._of_text = open_tokenizer(self.file, rule["special_tokens"])
+        self.bos_ids = ids_of(self.tokenizer, rule["bos"])
 
     def encode(self, prompt: str | Sequence[int], *, begins: bool = True) -> list[int]:
         """Return the token IDs of a text, or the IDs that are given. `begins`: with the tokens that begin a document.
@@ -51,8 +46,6 @@ class TextEncoder:
         """Return the token IDs of a chat that a template rendered: special tokens are special where the template wrote
         them, whatever the rule. `guard`: what stands before each character of those that a message has.
         """
-        if not self.has_rule:
-            return self.encode(text.replace(guard, ""))
         tokenizer, names, ids = self._of_chats
 
         def name(found: re.Match[str]) -> str:

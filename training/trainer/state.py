@@ -104,7 +104,7 @@ def build_state(plan: RunPlan, unfilled: Unfilled, found: Path | None, *, rank: 
     """Build model, strategy and data at the checkpoint `found`; None: at step 0. Collective."""
     model, weights = unfilled
     if found is not None:
-        weights = load.weights_for(model, found, initial=weights)
+        weights = load.weights_for(model, found)
         plan = with_stages_in_force(plan, CheckpointManifest.read(found / CHECKPOINT_MANIFEST))
     model.train()
     num_trained = trainable_parameters(model)

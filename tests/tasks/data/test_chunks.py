@@ -6,7 +6,6 @@ import codecs
 import gzip
 import itertools
 import json
-import logging
 import os
 import random
 import signal
@@ -28,7 +27,6 @@ from tasks.data.survey import SurveyWork
 from tests.support.tiny_corpus import all_documents, assert_refused, contents, decoded, prepare, write_json_lines
 from tests.support.waiting import until
 from training.config.data import DataConfig
-from training.records.token_shards import TokenShards
 from training.shards.format import SPLITS
 from training.shards.stream import TokenStream
 
@@ -363,27 +361,3 @@ def test_a_worker_that_sees_other_files_says_which(tmp_path: Path) -> None:
         ValueError, match=r"does not see .*shards.*set SHARDLINE_HOME to a folder that all machines share"
     ):
         check.run()
-
-
-# What an older version made
-
-
-def test_shards_that_an_older_version_finished_are_used_as_they_are(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = write_json_lines(tmp_path / "a.jsonl", [f"text {number}" for number in range(40)])
-    folder, shards = prepare(tmp_path, source)
-    name = "a6bc765238ffb7308ecb5eb5e157382f422e547c3128cad19b3c659e51cb684e"  # of this corpus by version 1
-    older = folder.rename(folder.with_name(name[:16]))
-    manifest = shards.model_copy(update={"fingerprint": name})
-    manifest.write(older / "manifest.json")
-    for marker in older.glob("*.done.json"):
-        marker.write_text("[]")  # which were lists then
-    caplog.set_level(logging.INFO)
-    assert prepare(tmp_path, source) == (older, manifest)
-    assert "the corpus is not tokenized again" in caplog.text
-    assert isinstance(manifest, TokenShards)
-    flipped = bytearray((older / "train" / "00000.bin").read_bytes())
-    flipped[-1] ^= 1
-    (older / "train" / "00000.bin").write_bytes(flipped)
-    assert prepare(tmp_path, source)[0] == folder, "damaged ones are not"

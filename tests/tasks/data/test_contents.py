@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.feather
 import pytest
 
-from tasks.data import corpus
 from tasks.data.contents import FORMATS
 from tasks.data.decompression import COMPRESSIONS
 from tests.support.repository import REPO
@@ -417,18 +416,3 @@ def test_a_validation_part_that_cannot_serve_is_named_before_anything_is_tokeniz
     (tmp_path / "empty.jsonl").write_text("\n\n")
     assert_refused(problem, tmp_path, root, validation_path=str(tmp_path / part))
     assert not list(tmp_path.rglob("*.done.json"))
-
-
-def test_what_readers_take_now_is_not_hidden_by_older_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_older_readers(source: Path) -> Path:
-        with monkeypatch.context() as older:
-            older.setattr(corpus, "TODAY", corpus.OLDER[1])
-            return prepare(tmp_path, source, on_error="skip")[0]
-
-    faulty, whole = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    faulty.write_text(json_lines(STORIES) + "no object\n")
-    whole.write_text(json_lines(STORIES))
-    assert prepare(tmp_path, faulty, on_error="skip")[0] != by_older_readers(faulty)
-    older = by_older_readers(whole)
-    assert prepare(tmp_path, whole, on_error="skip")[0] == older, "nothing was skipped, so the tokens are the same"
-    assert prepare(tmp_path, whole, on_error="stop")[0] != older

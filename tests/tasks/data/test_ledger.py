@@ -65,14 +65,6 @@ def test_nothing_is_said_where_nothing_is_lost(tmp_path: Path, caplog: pytest.Lo
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_the_manifest_of_an_older_version_is_read(tmp_path: Path) -> None:
-    shards = with_tokenizer(tmp_path, HELLOS, text_cases.unigram)
-    older = shards.model_dump(
-        exclude={"characters", "nul_characters", "lost_characters", "unknown_tokens", "skipped_bytes", "left_out"}
-    )
-    assert TokenShards.model_validate(older).ledger_lines() == []
-
-
 # The sample of a tokenizer
 
 
@@ -96,18 +88,6 @@ def test_a_tokenizer_learns_from_all_over_the_corpus(
     assert per_token[chinese[:1]] > 1.2  # 0.33 where the first text is taken
     assert per_token[english[:1]] > 2
     assert prepare(tmp_path, root, kind="bpe", tokenizer=options, shard_mib=shard_mib)[0] == folder
-
-
-def test_shards_whose_sample_an_earlier_version_drew_are_used(tmp_path: Path) -> None:
-    """Else the runs that were trained on them could not be resumed."""
-    (tmp_path / "a.jsonl").write_text(json_lines(HELLOS * 100))
-    options = {"path": str(tmp_path / "a.jsonl"), "shard_mib": 1}
-    data = DataConfig.model_validate(options | {"tokenizer": {"kind": "bpe", "vocab_size": 300, "sample_mib": 1}})
-    with pytest.MonkeyPatch.context() as earlier:
-        earlier.setattr(corpus, "TODAY", corpus.OLDER[-1])
-        folder, shards = corpus.prepare_corpus(data, tokens_home=tmp_path / "tokens")
-    assert corpus.prepare_corpus(data, tokens_home=tmp_path / "tokens") == (folder, shards)
-    assert corpus.prepare_corpus(data, tokens_home=tmp_path / "none")[0].name != folder.name
 
 
 @pytest.mark.parametrize("options", [{"split": "tail", "validation_fraction": 0.8}, {"validation_path": "valid"}])

@@ -50,17 +50,3 @@ def test_chunks_have_the_tokens_of_the_whole(tmp_path: Path, name: str) -> None:
     assert len(text) > 1.5 * 2**20
     whole = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     assert tokens_of(tmp_path, source, tokenizer, shard_mib=1) == whole
-
-
-def test_shards_that_an_older_version_made_of_long_documents_are_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = TOKENIZERS["llama"](tmp_path / "tokenizer")
-    source = tmp_path / "long.txt"
-    source.write_text("".join(HELLOS) * 20)
-    with monkeypatch.context() as older:
-        older.setattr("tasks.data.corpus.needs_context", lambda content: False)
-        older.setattr("tasks.data.encoder.needs_context", lambda content: False)
-        before = tokens_of(tmp_path, source, tokenizer)
-    assert tokens_of(tmp_path, source, tokenizer) == before
-    assert tokens_of(tmp_path / "new", source, tokenizer) != before

@@ -59,7 +59,7 @@ def test_int8_rounds_each_text_by_itself(exported_run: Path) -> None:
     together.close()
 
 
-def test_an_export_of_an_earlier_version_is_stepped_row_by_row(
+def test_an_export_without_batch_onnx_is_stepped_row_by_row(
     generator: BatchedGenerator, exported_run: Path, tmp_path: Path
 ) -> None:
     earlier = shutil.copytree(exported_run / "export", tmp_path / "export", ignore=shutil.ignore_patterns("batch*"))

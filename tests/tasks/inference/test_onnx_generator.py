@@ -183,6 +183,6 @@ def test_characters_that_the_tokenizer_does_not_know_are_named_before_any_traini
     (tmp_path / "verse.txt").write_text("so much depends upon a red wheel barrow\n" * 20)
     data = DataConfig(path=str(tmp_path / "verse.txt"), tokenizer=TokenizerConfig(kind="characters"), split="tail")
     folder, shards = prepare_corpus(data, tokens_home=tmp_path / "tokens")
-    check_prompts(folder / "tokenizer", shards.encoding, ["so much", ""])
+    check_prompts(folder / "tokenizer", shards.text_encoding, ["so much", ""])
     with pytest.raises(ValueError, match=r"evaluation.prompts: the prompt '赤 wheel!' has characters .*: '!赤'"):
-        check_prompts(folder / "tokenizer", shards.encoding, ["so", "赤 wheel!"])
+        check_prompts(folder / "tokenizer", shards.text_encoding, ["so", "赤 wheel!"])

@@ -15,6 +15,7 @@ from tasks.operations.stop import reap, stop
 from tests.support.configs import tiny_config
 from tests.support.kubernetes_api import KubernetesApi, why_no_pods
 from tests.support.waiting import until
+from training.facts.formats import FORMATS
 
 pytestmark = pytest.mark.skipif(bool(why_no_pods()), reason=why_no_pods())
 
@@ -33,7 +34,9 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesA
     with KubernetesApi(tmp_path / "cluster") as api:
         wanted = {"kubeconfig": str(api.kubeconfig), "nodes": 2, "volume_claim": "shared"}
         config = tiny_config(launch__launcher="kubernetes", launch__image="x", launch__kubernetes=wanted)
-        (home / "verses" / "run.json").write_text(json.dumps({"config": config.model_dump(mode="json")}))
+        (home / "verses" / "run.json").write_text(
+            json.dumps({"format": FORMATS["records"].number, "config": config.model_dump(mode="json")})
+        )
         group = pod_group(
             config.launch,
             home=home,

@@ -47,7 +47,7 @@ def make(store: Store, home: Path) -> Callable[..., Path]:
         plan["config"]["model"] |= model
         (folder / "plan.json").write_text(json.dumps(plan))
         (folder / "lock").touch()
-        (folder / "run.json").write_text(json.dumps({"mlflow_run_id": plan["mlflow_run_id"]}))
+        (folder / "run.json").write_text(json.dumps({name: plan[name] for name in ("format", "mlflow_run_id")}))
         age(home)
         return folder
 

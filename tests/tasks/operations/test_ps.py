@@ -21,10 +21,7 @@ from tasks.operations.ps import (
     ago,
     each_once,
     last_logged_step,
-    launch_of,
     launcher_of,
-    list_running,
-    run_folders,
     watch_leases,
 )
 from tasks.operations.stop import reap
@@ -54,18 +51,6 @@ def test_the_newest_step_is_that_of_the_last_whole_row(tmp_path: Path) -> None:
 def test_ages_are_for_people(seconds: int, words: str) -> None:
     began = datetime.now(UTC) - timedelta(seconds=seconds)
     assert ago(f"{began:%Y-%m-%dT%H:%M:%S.%f}789Z") == words
-
-
-def test_runs_of_other_versions_do_not_keep_the_others_from_being_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
-    for name, config in (("old", {}), ("newer", {"launch": {"launcher": "docker", "teleport": True}})):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "plan.json").write_text(json.dumps({"config": config}))
-    assert [folder.name for folder in run_folders()] == ["newer", "old"]
-    assert {launch_of(folder).launcher for folder in run_folders()} == {"local"}
-    assert list_running([]).running == ()
 
 
 LEASE_S = 0.4

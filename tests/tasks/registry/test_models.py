@@ -22,7 +22,6 @@ from tasks.workspace.paths import keep_password_apart, tracking_uri
 from tests.support.configs import read_plan
 from tests.support.mlflow_store import Store
 from training.config.credentials import without_url_credentials
-from training.records.model_state import check_export
 from training.records.record import sha256_file
 from training.records.results import ExportedModel
 
@@ -96,21 +95,6 @@ def lose(folder: Path, name: str) -> None:
     record = ExportedModel.read(folder / "export.json")
     files = record.files | {path.name: sha256_file(path)}
     record.model_copy(update={"files": files}).write(folder / "export.json")
-
-
-def test_an_older_export_of_a_class_that_may_have_buffers_is_served_with_a_warning(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_dir = store.finished_run("one", loss=3.0)
-    folder = run_dir / "export"
-    ExportedModel.read(folder / "export.json").model_copy(update={"tensors": {}}).write(folder / "export.json")
-    check_export(folder, ExportedModel.read(folder / "export.json"))
-    assert not caplog.text, "a Llama has none"
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gemma4_text"}))
-    check_export(folder, ExportedModel.read(folder / "export.json"))
-    assert "left a model's persistent buffers out" in caplog.text
-    assert "shardline resume RUN train.steps=MORE" in caplog.text
 
 
 @pytest.mark.slow

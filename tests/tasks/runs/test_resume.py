@@ -297,7 +297,7 @@ def test_other_prompts_are_answered_anew(run: Any) -> None:
     assert not report.exists()
 
 
-def test_a_run_that_an_earlier_version_planned_by_the_bare_config_json_is_resumed(run: Any, tmp_path: Path) -> None:
+def test_a_run_that_a_head_without_torch_planned_by_the_bare_config_json_is_resumed(run: Any, tmp_path: Path) -> None:
     """It took a default that config.json omits for something else than the class does."""
     given = {"model_type": "olmoe", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 300, "max_position_embeddings": 64}

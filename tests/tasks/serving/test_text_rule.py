@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,7 +103,7 @@ def documents_of(plan: RunPlan) -> list[list[int]]:
 
 def exported(plan: RunPlan, folder: Path) -> Path:
     copy_tokenizer(plan, folder)
-    record = {"objective": "causal", "context": 1000, "end_id": plan.end_id}
+    record = {"objective": "causal", "context": 1000, "end_id": plan.end_id, "end_ids": plan.end_ids}
     record["text_encoding"] = plan.text_encoding.model_dump(mode="json")
     (folder / "export.json").write_text(json.dumps(record))
     return folder
@@ -239,7 +238,6 @@ def test_no_chat_waits_until_its_tokenizer_is_built(champion: Store, monkeypatch
     follower = follower_of(champion)
     monkeypatch.setattr(text_encoder, "open_tokenizer", None)  # from here on none can be built
     encoder = follower.served.engine.encoder
-    assert encoder.has_rule
     assert encoder.encode_chat("hello", guard="\0") == encoder.encode("hello")
     follower.close()
 
@@ -259,21 +257,6 @@ def test_a_chat_has_the_ids_of_the_same_chat_in_a_corpus(
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         tokens = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
         assert tokens in documents_of(plan)
-
-
-def test_an_export_without_a_rule_serves_as_before_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    plan = planned(tmp_path, chatml(tmp_path / "chatml"), HELLOS, bos="auto", rule="template")
-    export = exported(plan, tmp_path / "export")
-    record = json.loads((export / "export.json").read_text())
-    del record["text_encoding"]
-    (export / "export.json").write_text(json.dumps(record))
-    with caplog.at_level(logging.WARNING):
-        _, _, encoder = open_export(export)
-    said = [each for each in caplog.messages if "does not record which special tokens in a text are special" in each]
-    assert len(said) == 1
-    assert [token for token in encoder.encode("a<|endoftext|>b<|im_start|>") if token < 3] == [0, 1]
 
 
 @pytest.mark.slow  # 30 s

@@ -76,24 +76,6 @@ def plan(shards: Path, *, packing: str = "stream") -> RunPlan:
     return plan_of(shards, train__steps=STEPS, train__global_batch=8, train__packing=packing)
 
 
-@pytest.mark.parametrize("end", ["", "<|endoftext|>"])
-def test_special_tokens_are_not_looked_for_where_the_store_has_the_shards(
-    end: str, s3: S3Server, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with corpus.open("a") as file:
-        file.write(f" night{end}\n")
-    rule = {"kind": "bytes", "special_tokens_in_text": "all"}
-    made, _ = prepare(tmp_path / "here", corpus, store=StoreConfig(), tokenizer=rule)
-    upload_shards(STORE, made)
-
-    def searched(*args: object) -> bool:
-        raise AssertionError("the corpus was searched")
-
-    monkeypatch.setattr("tasks.data.corpus.find_tokens", searched)
-    found, _ = prepare(tmp_path / "there", corpus, tokenizer=rule)
-    assert (found.name, (found / REMOTE).exists()) == (made.name, True)
-
-
 @pytest.mark.parametrize("packing", ["stream", "documents", "padded", "best-fit"])
 def test_another_machine_trains_on_the_same_batches_without_making_a_token(
     packing: str, s3: S3Server, corpus: Path, tmp_path: Path

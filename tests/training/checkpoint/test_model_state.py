@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.buffered_models import buffers_in, save_family
 from tests.support.layouts import LAYOUTS
 from tests.support.plain_torch import by_hand
-from tests.support.ranks import Ranks, losses, run_ranks
+from tests.support.ranks import losses, run_ranks
 from tests.support.tiny_shards import VOCAB, MakeRun
 from training.checkpoint.load import weights_for
 from training.checkpoint.safetensors_files import TensorFiles
@@ -150,29 +150,6 @@ def test_a_run_that_is_resumed_goes_on_with_the_buffers_of_its_checkpoint(
     assert all(torch.equal(tensor, expected[1][name]) for name, tensor in resumed.items())
 
 
-def test_an_older_checkpoint_without_buffers_is_resumed_with_a_warning_but_not_exported(
-    trained: Callable[..., Path], tmp_path: Path
-) -> None:
-    plan_path = copy_of(trained("gemma4"), tmp_path)
-    expected = losses(plan_path), trained_loss(plan_path)
-    for step in (2, STEPS):
-        lose(checkpoint(plan_path, step), "layer_scalar")
-    with pytest.raises(
-        ValueError, match=r"lacks model\.layers\.0\.layer_scalar, .*older version.*shardline resume RUN"
-    ):
-        export_run(plan_path.parent)
-    evaluated = Ranks(plan_path, program="training.evaluate")
-    assert any(evaluated.wait())
-    assert "lacks model.layers.0.layer_scalar" in evaluated.log()
-    shutil.rmtree(checkpoint(plan_path))
-    resumed = Ranks(plan_path)
-    resumed.finish()
-    assert resumed.log().count("is of an older version, which saved no buffers: model.layers.0.layer_scalar") == 1
-    assert (losses(plan_path), trained_loss(plan_path)) == expected
-    export_run(plan_path.parent)
-    assert held_out_loss(plan_path, plan_path.parent / "export") == pytest.approx(expected[1], rel=1e-5)
-
-
 @pytest.mark.parametrize("end", ["layers.1.layer_scalar", "layers.2.mlp.up_proj.weight"])
 def test_a_checkpoint_that_lacks_one_tensor_is_refused_by_name(
     end: str, trained: Callable[..., Path], tmp_path: Path
@@ -181,7 +158,7 @@ def test_a_checkpoint_that_lacks_one_tensor_is_refused_by_name(
     lose(checkpoint(plan_path), end)
     model = build_model(RunPlan.read(plan_path))
     with pytest.raises(ValueError, match=rf"it lacks model\.{end}: resume with the model section"):
-        weights_for(model, checkpoint(plan_path), initial=TensorFiles(checkpoint(plan_path, 2), "model"))
+        weights_for(model, checkpoint(plan_path))
 
 
 def test_many_alike_names_are_one_pattern() -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from tests.support.configs import tiny_config
 from training.config.credentials import problem_of, without_url_credentials
 from training.config.run import RunConfig
 from training.config.serving import EvaluateConfig, ServeConfig
-from training.records.record import Record
 
 SECRET = "hunter2"
 WITH_CREDENTIALS = [
@@ -125,19 +122,3 @@ def test_other_urls_are_taken_and_shown_as_they_are(url: str) -> None:
     assert RunConfig.model_validate({"data": {"path": url}}).data.path == url
     assert form(RunConfig).is_valid({"data": {"path": url}})
     assert without_url_credentials(f"{url} is away") == f"{url} is away"
-
-
-class Kept(Record):
-    config: RunConfig
-
-
-def test_a_record_of_an_earlier_version_is_read_without_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    content = {"config": tiny_config().model_dump(mode="json")}
-    content["config"]["store"]["url"] = f"s3://key:{SECRET}@bucket/runs"
-    content["config"]["data"]["path"] = f"https://b.s3.amazonaws.com/x.jsonl?X-Amz-Signature={SECRET}"
-    (tmp_path / "kept.json").write_text(json.dumps(content))
-    config = Kept.read(tmp_path / "kept.json").config
-    assert (config.store.url, config.data.path) == ("s3://bucket/runs", "https://b.s3.amazonaws.com/x.jsonl")
-    assert RunConfig.model_validate(config.model_dump()) == config
-    assert "stored credentials of s3://bucket/runs with a run" in caplog.text
-    assert SECRET not in caplog.text

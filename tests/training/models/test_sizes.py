@@ -17,7 +17,7 @@ from training.planner.job import Job, Layout
 from training.planner.model_shape import flops_per_token
 from training.planner.plan import make_plan
 from training.planner.price.step import rank_parameters, stage_parameters
-from training.records.plan import ModelShape, RunPlan
+from training.records.plan import RunPlan
 from training.strategies.tensor import shard_matrices
 
 
@@ -164,15 +164,6 @@ def test_attention_that_a_hybrid_calls_a_mixer_has_scores() -> None:
     shape = count_model(AutoConfig.for_model("nemotron_h", **sizes), objective="causal")
     assert (shape.sizes.attention_layers, shape.sizes.num_layers) == (1, 4)
     assert [layer.attention for layer in shape.sizes.layers if layer.attention] == [2 * 32 * 32 + 2 * 32 * 16]
-
-
-def test_a_plan_of_an_earlier_version_keeps_its_parameters() -> None:
-    fields = own_plan("llama", tied=False).shape.model_dump(mode="json")
-    older = {name: value for name, value in fields.items() if name not in {"sizes", "head_dim"}}
-    shape = ModelShape.model_validate(older)
-    assert (shape.parameters, shape.head_dim) == (fields["parameters"], 8)
-    assert ModelShape.model_validate_json(shape.model_dump_json()) == shape
-    assert flops_per_token(shape) == pytest.approx(flops_per_token(own_plan("llama", tied=False).shape), rel=0.01)
 
 
 def test_a_class_without_layers_of_its_own_is_refused_by_name() -> None:

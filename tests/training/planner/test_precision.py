@@ -121,10 +121,3 @@ def test_fp8_in_a_table_is_refused_as_fp8_for_all_is(weaker: str) -> None:
 def test_what_cannot_be_is_refused(overrides: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make_plan(tiny_config(**LARGE, **({"parallel__precision": TABLE} | overrides)), unlike())
-
-
-def test_plans_of_earlier_versions_are_read() -> None:
-    content = planned(hypothetical_inventory("1x8xA100-80GB-SXM")).model_dump()
-    del content["precisions"], content["precision_by_device"]
-    plan = RunPlan.model_validate(content)
-    assert (plan.describe_precision, plan.pinned_precision) == ("bf16", "bf16")

@@ -181,10 +181,9 @@ def test_deepspeed_reduces_beside_the_backward_pass_on_gpus() -> None:
         (1000, "", "compile on: a step is predicted to take "),
         (2, "", "compile off: it would save "),
         (1000, "there is no g++", "compile off: on hypothetical-0 there is no g++"),
-        (1000, None, "compile off: hypothetical-0 runs an earlier version of Shardline"),
     ],
 )
-def test_layers_are_compiled_where_hosts_can_and_it_pays(steps: int, lacks: str | None, why: str) -> None:
+def test_layers_are_compiled_where_hosts_can_and_it_pays(steps: int, lacks: str, why: str) -> None:
     machines = with_hosts(hypothetical_inventory("1x8xA100-80GB-SXM"), compile_lacks=lacks)
     train = {"context": 4096, "global_batch": 512, "steps": steps, "warmup_steps": 1}
     plan = make_plan(RunConfig.model_validate({"model": LLAMA_1B, "train": train}), machines)
@@ -210,17 +209,6 @@ def test_layers_are_compiled_of_types_that_the_admission_test_saw_compile(kind: 
         "compile on: " if compiled else f"compile off: layers of type {kind} were not seen to compile: it is not among"
     )
     assert reasons(plan, why)
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_plan_of_an_earlier_version_goes_on_as_it_was(asked: bool) -> None:
-    """Its config said whether layers are compiled; fsdp gathered and reduced in each micro-batch."""
-    content = planned(LLAMA_1B, "1x8xA100-80GB-SXM", strategy="fsdp").model_dump(mode="json")
-    for field in ("compiled", "reshard_after_forward", "reduce_gradients"):
-        del content[field]
-    content["config"]["train"]["compile"] = asked
-    earlier = RunPlan.model_validate_json(json.dumps(content))
-    assert (earlier.compiled, earlier.reshard_after_forward, earlier.reduce_gradients) == (asked, True, "each")
 
 
 def test_the_runner_up_and_its_distance_are_named() -> None:

@@ -78,7 +78,9 @@ def test_no_digit_of_a_manifest_changes_unseen(run_dir: Path) -> None:
     assert damage(path.parent) is None
 
 
-CONTENT = CheckpointManifest(step=3, strategy="ddp", config_sha256="0" * 64, files={}, **FIELDS).content()
+CONTENT = CheckpointManifest(
+    step=3, strategy="ddp", optimizer="adamw", config_sha256="0" * 64, files={}, **FIELDS
+).content()
 
 
 @pytest.mark.parametrize(

@@ -61,5 +61,5 @@ def test_a_mixture_gives_words_of_each_source(tmp_path: Path) -> None:
 def test_documents_that_begin_with_the_end_token_give_words_too(tmp_path: Path) -> None:
     corpus = write_json_lines(tmp_path / "stories.jsonl", STORIES)
     folder, shards = prepare(tmp_path, corpus, split="documents", tokenizer={"bos": "yes"})
-    assert shards.encoding.bos
+    assert shards.text_encoding.bos
     assert len(prompts_of(folder)) == 3

@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tasks.data.tokenizer import load_pretrained
 from tests.support.tokenizer_cases import chatml
 from training.config.data import TokenizerConfig
+from training.records.text_encoding import NOTHING_SPECIAL
 from training.tokenizer.text_encoder import TextEncoder, open_tokenizer, pattern_of, tokens_around
 
 SLOW = Regex(r"(?:a|aa)+\d")  # gives up after ten million steps, and panics
@@ -34,7 +35,7 @@ def spoiled(folder: Path, part: str) -> Path:
 
 @pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
 def test_a_tokenizer_that_panics_is_an_ordinary_error(part: str, tmp_path: Path) -> None:
-    encoder = TextEncoder(spoiled(tmp_path / "t", part), None)
+    encoder = TextEncoder(spoiled(tmp_path / "t", part), NOTHING_SPECIAL.model_dump())
     assert encoder.encode("b")
     with pytest.raises(ValueError, match=r"the tokenizer fails at this text .*retry-limit"):
         encoder.encode(TEXT)

@@ -173,11 +173,6 @@ def compile_refusal(question: Question) -> str:
     for host in question.inventory.hosts:
         if host.compile_lacks:
             return f"on {host.name} {host.compile_lacks}"
-        if host.compile_lacks is None:
-            return (
-                f"{host.name} runs an earlier version of Shardline, which does not look for a compiler: update it "
-                "there (`shardline image build` makes a new image), or set train.compile=true to compile anyway"
-            )
     return ""
 
 
