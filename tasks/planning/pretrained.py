@@ -36,7 +36,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     content: dict[str, Any] = dict(read_fields(path))
     if model.init == "pretrained" and (quantized := content.get("quantization_config")):
         by = quantized.get("quant_method") if isinstance(quantized, dict) else repr(quantized)
-        known = DEQUANTIZED_BY.get(by)
+        known = DEQUANTIZED_BY.get(str(by))
         raise ValueError(
             f"config.json of model.path = {model.path} has quantization_config, by {by}: weights that were rounded to "
             f"few bits cannot be trained: {Cure.UNQUANTIZED}{f', {Cure.DEQUANTIZE(config=known)}' if known else ''}"
