@@ -182,7 +182,8 @@ def field_rows(
             rows += field_rows(type(field.default), f"{prefix}{name}.", values=value)
         else:
             here = f"{value!r} here. " if value != field.default else ""
-            rows.append((f"{prefix}{name}", f"{here}{field.description} Default: {field.default!r}."))
+            text = " ".join(str(field.description).split())
+            rows.append((f"{prefix}{name}", f"{here}{text} Default: {field.default!r}."))
     return rows
 
 

@@ -21,40 +21,28 @@ ASSUMED_VOCAB = {"bpe": 4096, "bytes": 257, "characters": 128, "pretrained": 50_
 class TokenizerConfig(Section):
     """The tokenizer that turns text into tokens."""
 
-    kind: Literal["bpe", "pretrained", "characters", "bytes"] = Field(
-        "bpe",
-        description="The kind of tokenizer. bpe: a byte-level BPE is trained on the corpus. pretrained: a tokenizer "
-        "is loaded from `path`. characters: each character of the corpus is a token. bytes: each UTF-8 "
-        "byte is a token.",
-    )
-    path: str = Field(
-        "",
-        description="Folder, URL or Hugging Face hub name of a pretrained tokenizer. It is used only with "
-        "kind=pretrained.",
-    )
-    vocab_size: int = Field(
-        0,
-        ge=0,
-        le=2_000_000,
-        description="Number of tokens in the vocabulary of a trained BPE; 0 means 4096. With kind=pretrained, the "
-        "number that the tokenizer must have; 0 accepts any.",
-    )
-    sample_mib: int = Field(
-        64, ge=1, le=10_000, description="Amount of training text, in MiB, that a BPE tokenizer is trained on."
-    )
+    kind: Literal["bpe", "pretrained", "characters", "bytes"] = "bpe"
+    """The kind of tokenizer. bpe: a byte-level BPE is trained on the corpus. pretrained: a tokenizer is loaded from
+    `path`. characters: each character of the corpus is a token. bytes: each UTF-8 byte is a token.
+    """
+    path: str = ""
+    """Folder, URL or Hugging Face hub name of a pretrained tokenizer. It is used only with kind=pretrained."""
+    vocab_size: int = Field(0, ge=0, le=2_000_000)
+    """Number of tokens in the vocabulary of a trained BPE; 0 means 4096. With kind=pretrained, the number that the
+    tokenizer must have; 0 accepts any.
+    """
+    sample_mib: int = Field(64, ge=1, le=10_000)
+    """Amount of training text, in MiB, that a BPE tokenizer is trained on."""
 
-    special_tokens_in_text: Literal["none", "template", "all"] = Field(
-        "template",
-        description="The special tokens that are special where a text holds them, such as `<|im_start|>`; all others "
-        "are text like any other. template: those that the tokenizer's chat template writes, none without a template. "
-        "all: every one, as code with fill-in-the-middle markers needs it. The rule holds for training, evaluation, "
-        "samples and prompts alike.",
-    )
-    bos: Literal["auto", "yes", "no"] = Field(
-        "auto",
-        description="Whether each document and each prompt begins with the tokenizer's beginning-of-sequence token. "
-        "auto: where a pretrained model is continued, as its tokenizer does it; otherwise no.",
-    )
+    special_tokens_in_text: Literal["none", "template", "all"] = "template"
+    """The special tokens that are special where a text holds them, such as `<|im_start|>`; all others are text like any
+    other. template: those that the tokenizer's chat template writes, none without a template. all: every one, as code
+    with fill-in-the-middle markers needs it. The rule holds for training, evaluation, samples and prompts alike.
+    """
+    bos: Literal["auto", "yes", "no"] = "auto"
+    """Whether each document and each prompt begins with the tokenizer's beginning-of-sequence token. auto: where a
+    pretrained model is continued, as its tokenizer does it; otherwise no.
+    """
 
     @field_validator("bos", mode="before")
     @classmethod
@@ -81,22 +69,16 @@ class TokenizerConfig(Section):
 class TableConfig(Section):
     """How .csv and .tsv files are written."""
 
-    delimiter: str = Field(
-        "",
-        max_length=1,
-        description="Character between two fields. Empty means a comma in .csv files, a tab in .tsv files.",
-    )
-    quoting: Literal["auto", "csv", "none"] = Field(
-        "auto",
-        description="Meaning of double quotes. csv: a field that begins with one ends at the next one, and may hold "
-        "delimiters and line ends. none: quotes are part of the text. auto: csv in .csv files, none in .tsv files.",
-    )
-    escape: str = Field(
-        "",
-        max_length=1,
-        description="Character that takes the meaning from the one after it, for example a backslash. Empty means "
-        "none: inside quotes, a quote is written twice.",
-    )
+    delimiter: str = Field("", max_length=1)
+    """Character between two fields. Empty means a comma in .csv files, a tab in .tsv files."""
+    quoting: Literal["auto", "csv", "none"] = "auto"
+    """Meaning of double quotes. csv: a field that begins with one ends at the next one, and may hold delimiters and
+    line ends. none: quotes are part of the text. auto: csv in .csv files, none in .tsv files.
+    """
+    escape: str = Field("", max_length=1)
+    """Character that takes the meaning from the one after it, for example a backslash. Empty means none: inside quotes,
+    a quote is written twice.
+    """
 
     @field_validator("delimiter", "escape", mode="before")
     @classmethod
@@ -112,42 +94,44 @@ Encodings = str | dict[str, str]
 class SourceConfig(Section):
     """One of several corpora, and how much of the training text comes from it."""
 
-    path: str = Field(
-        min_length=1,
-        description="The corpus, as in the data section's `path`; or `shards:FOLDER`, the token shards of a run "
-        "before, which had the same tokenizer.",
-    )
-    name: str = Field(
-        "",
-        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
-        description="Name of the source in plans, metrics and reports; empty means the last part of `path`.",
-    )
-    weight: float | None = Field(
-        None,
-        ge=0,
-        description="Share of the tokens seen, relative to the other weights: 3 is three times as many as 1, and of "
-        "0 only the held-out text is used. Without it `epochs` counts.",
-    )
-    epochs: float | None = Field(
-        None,
-        ge=0,
-        description="Number of times that the run sees this source; of 0 only the held-out text is used. It is 1 if "
-        "neither this nor `weight` is given.",
-    )
-    column: str | None = Field(None, description="This source's own data.column.")
-    json_field: str | None = Field(None, description="This source's own data.json_field.")
-    table: TableConfig | None = Field(None, description="This source's own data.table.")
-    include: tuple[str, ...] | None = Field(None, description="This source's own data.include.")
-    exclude: tuple[str, ...] | None = Field(None, description="This source's own data.exclude.")
-    validation_path: str | None = Field(None, description="This source's own data.validation_path.")
-    where: str | None = Field(None, description="This source's own data.where.")
-    text_unit: Literal["file", "line", "paragraph"] | None = Field(
-        None, description="This source's own data.text_unit."
-    )
-    encoding: str | dict[str, str] | None = Field(None, description="This source's own data.encoding.")
-    hub_config: str | None = Field(None, description="This source's own data.hub_config.")
-    hub_revision: str | None = Field(None, description="This source's own data.hub_revision.")
-    hub_split: str | None = Field(None, description="This source's own data.hub_split.")
+    path: str = Field(min_length=1)
+    """The corpus, as in the data section's `path`; or `shards:FOLDER`, the token shards of a run before, which had the
+    same tokenizer.
+    """
+    name: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
+    """Name of the source in plans, metrics and reports; empty means the last part of `path`."""
+    weight: float | None = Field(None, ge=0)
+    """Share of the tokens seen, relative to the other weights: 3 is three times as many as 1, and of 0 only the
+    held-out text is used. Without it `epochs` counts.
+    """
+    epochs: float | None = Field(None, ge=0)
+    """Number of times that the run sees this source; of 0 only the held-out text is used. It is 1 if neither this nor
+    `weight` is given.
+    """
+    column: str | None = None
+    """This source's own data.column."""
+    json_field: str | None = None
+    """This source's own data.json_field."""
+    table: TableConfig | None = None
+    """This source's own data.table."""
+    include: tuple[str, ...] | None = None
+    """This source's own data.include."""
+    exclude: tuple[str, ...] | None = None
+    """This source's own data.exclude."""
+    validation_path: str | None = None
+    """This source's own data.validation_path."""
+    where: str | None = None
+    """This source's own data.where."""
+    text_unit: Literal["file", "line", "paragraph"] | None = None
+    """This source's own data.text_unit."""
+    encoding: str | dict[str, str] | None = None
+    """This source's own data.encoding."""
+    hub_config: str | None = None
+    """This source's own data.hub_config."""
+    hub_revision: str | None = None
+    """This source's own data.hub_revision."""
+    hub_split: str | None = None
+    """This source's own data.hub_split."""
 
     @property
     def seen(self) -> bool:
@@ -179,13 +163,12 @@ class SourceConfig(Section):
 class PhaseConfig(Section):
     """Other weights of the sources from some step on: the last part of training on better text, for example."""
 
-    from_step: int | None = Field(None, ge=1, description="Number of steps before this phase.")
-    from_share: float | None = Field(
-        None, gt=0, lt=1, description="Share of the run's steps before this phase: 0.9 is its last tenth."
-    )
-    weights: dict[str, float] = Field(
-        description="Weight of each source, by name; a source without one is not seen in this phase."
-    )
+    from_step: int | None = Field(None, ge=1)
+    """Number of steps before this phase."""
+    from_share: float | None = Field(None, gt=0, lt=1)
+    """Share of the run's steps before this phase: 0.9 is its last tenth."""
+    weights: dict[str, float]
+    """Weight of each source, by name; a source without one is not seen in this phase."""
 
     @model_validator(mode="after")
     def check(self) -> PhaseConfig:
@@ -225,17 +208,14 @@ def known_encoding(name: str) -> str:
 class EngineConfig(Section):
     """The engine that tokenizes the corpus: processes of this machine, or a cluster."""
 
-    kind: Literal["local", "dask", "ray"] = Field(
-        "local",
-        description="What tokenizes the corpus. local: processes on this machine. dask, ray: a cluster, "
-        "whose workers have Shardline installed and see the corpus and SHARDLINE_HOME under the same paths. All of "
-        "them give the same tokens.",
-    )
-    address: str = Field(
-        "",
-        description="Address of the cluster, such as tcp://head:8786 (Dask) or ray://head:10001 (Ray). Empty "
-        "starts a cluster on this machine and ends it when the work is done.",
-    )
+    kind: Literal["local", "dask", "ray"] = "local"
+    """What tokenizes the corpus. local: processes on this machine. dask, ray: a cluster, whose workers have Shardline
+    installed and see the corpus and SHARDLINE_HOME under the same paths. All of them give the same tokens.
+    """
+    address: str = ""
+    """Address of the cluster, such as tcp://head:8786 (Dask) or ray://head:10001 (Ray). Empty starts a cluster on this
+    machine and ends it when the work is done.
+    """
 
     @model_validator(mode="after")
     def check(self) -> EngineConfig:
@@ -250,105 +230,79 @@ class EngineConfig(Section):
 class DataConfig(Section):
     """The corpus: where text comes from, and which part of it is held out."""
 
-    path: str = Field(
-        "",
-        description="The corpus: `stdlib` (the standard library of this Python), a file or a folder (.txt .md .py "
-        ".jsonl .csv .parquet …), a URL of one (s3:// gs:// az:// https:// hf://), or `hub:OWNER/NAME` for a Hugging "
-        "Face dataset.",
-    )
-    sources: tuple[SourceConfig, ...] = Field(
-        (),
-        description="Several corpora, used instead of `path`, and how much of the training text comes from "
-        "each (a mixture).",
-    )
-    phases: tuple[PhaseConfig, ...] = Field(
-        (),
-        description="Changes of the sources' weights during training. Until the first phase begins, each "
-        "source has its own weight.",
-    )
-    include: tuple[str, ...] = Field(
-        (),
-        description="Read only the files whose path below the folder one of these patterns matches, such as `*.jsonl` "
-        "or `en/*`. `*` stands for any characters, `/` too. A pattern that names a suffix (`*.dat`) also "
-        "has such files read as text. Empty reads all files of a known suffix.",
-    )
-    exclude: tuple[str, ...] = Field(
-        (), description="Leave out the files whose path below the folder one of these patterns matches."
-    )
-    validation_path: str = Field(
-        "",
-        description="File, folder or URL of a ready-made validation part, also by its path below `path`. All of it is "
-        "held out, and everything else is trained on; `split` and `validation_fraction` do not apply. For its files, "
-        "`include` and `exclude` mean the path below it.",
-    )
-    column: str = Field(
-        "text",
-        description="Name of the column or JSON key that holds the text. Text inside an object or a struct is named by "
-        "its path: `content.text`.",
-    )
-    json_field: str = Field(
-        "",
-        description="Name of the list that holds the rows, where a .json file is one object: `data` for "
-        '{"data": [{"text": …}]}.',
-    )
-    table: TableConfig = Field(TableConfig(), description="How .csv and .tsv files are written.")
-    where: str = Field(
-        "",
-        description="Keep only the rows of JSON, CSV or parquet files for which this expression over their "
-        "columns is true, in Jinja's syntax: `metadata.score > 0.6 and lang == 'en'`. A column whose name is no plain "
-        "word is named by a text: `'my score'|column > 0.6`. Empty keeps all rows.",
-    )
-    text_unit: Literal["file", "line", "paragraph"] = Field(
-        "file",
-        description="What counts as one document in a plain-text file: the whole file, each line, or each paragraph.",
-    )
-    encoding: str | dict[str, str] = Field(
-        "utf-8",
-        description="Encoding of text, JSON and CSV files that are not UTF-8, or of the lines in them that are not, by "
-        "its name in Python: gb18030, utf-16, cp1252. What is UTF-8 is read as UTF-8. Or several, by patterns of "
-        'files\' names, of which the first that matches counts: `{"old/*": "cp1252", "*.sjis": "shift_jis"}`. It does '
-        "not apply to parquet files and Hugging Face data sets.",
-    )
-    hub_config: str = Field("", description="Configuration name of a Hugging Face dataset; empty means its default.")
-    hub_revision: str = Field("", description="Commit or tag of a Hugging Face dataset; empty means its newest commit.")
-    hub_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
-    streaming: bool = Field(
-        False, description="Read a Hugging Face dataset as a stream instead of downloading it whole."
-    )
-    tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="The tokenizer that turns text into tokens.")
-    split: Literal["auto", "documents", "tail", "all"] = Field(
-        "auto",
-        description="How the held-out validation text is chosen. documents: whole documents, by a hash of their "
-        "name or position. tail: the last characters of the corpus. auto: documents if there are at "
-        "least 20, else tail. all: everything is held out, for evaluation without training.",
-    )
-    validation_fraction: float = Field(
-        0.1,
-        gt=0.0,
-        lt=0.9,
-        description="Fraction of the documents (of the characters, with split=tail) that is held out for validation.",
-    )
-    on_error: Literal["stop", "skip"] = Field(
-        "stop",
-        description="What to do with a document that cannot be read. stop: fail and say where it is. skip: leave it "
-        "out and count it.",
-    )
-    deduplicate: Literal["off", "exact"] = Field(
-        "off",
-        description="Whether to leave out a document whose text repeats an earlier document of any file. "
-        "exact: only if every character is equal; this takes about 100 bytes of memory per "
-        "document. The log has the number of documents left out.",
-    )
-    shard_mib: int = Field(8, ge=1, le=4096, description="Amount of text, in MiB, in one token shard.")
-    processes: int = Field(
-        0,
-        ge=0,
-        le=512,
-        description="Number of processes or threads on this machine that tokenize the corpus; 0 means one per "
-        "core. It does not apply to a cluster with an address, which has its own number of "
-        "workers.",
-    )
-    engine: EngineConfig = Field(EngineConfig(), description="Who tokenizes the corpus: this machine, or a cluster.")
+    path: str = ""
+    """The corpus: `stdlib` (the standard library of this Python), a file or a folder (.txt .md .py .jsonl .csv .parquet
+    …), a URL of one (s3:// gs:// az:// https:// hf://), or `hub:OWNER/NAME` for a Hugging Face dataset.
+    """
+    sources: tuple[SourceConfig, ...] = ()
+    """Several corpora, used instead of `path`, and how much of the training text comes from each (a mixture)."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """Changes of the sources' weights during training. Until the first phase begins, each source has its own weight."""
+    include: tuple[str, ...] = ()
+    """Read only the files whose path below the folder one of these patterns matches, such as `*.jsonl` or `en/*`. `*`
+    stands for any characters, `/` too. A pattern that names a suffix (`*.dat`) also has such files read as text. Empty
+    reads all files of a known suffix.
+    """
+    exclude: tuple[str, ...] = ()
+    """Leave out the files whose path below the folder one of these patterns matches."""
+    validation_path: str = ""
+    """File, folder or URL of a ready-made validation part, also by its path below `path`. All of it is held out, and
+    everything else is trained on; `split` and `validation_fraction` do not apply. For its files, `include` and
+    `exclude` mean the path below it.
+    """
+    column: str = "text"
+    """Name of the column or JSON key that holds the text. Text inside an object or a struct is named by its path:
+    `content.text`.
+    """
+    json_field: str = ""
+    """Name of the list that holds the rows, where a .json file is one object: `data` for {"data": [{"text": …}]}."""
+    table: TableConfig = TableConfig()
+    """How .csv and .tsv files are written."""
+    where: str = ""
+    """Keep only the rows of JSON, CSV or parquet files for which this expression over their columns is true, in Jinja's
+    syntax: `metadata.score > 0.6 and lang == 'en'`. A column whose name is no plain word is named by a text: `'my
+    score'|column > 0.6`. Empty keeps all rows.
+    """
+    text_unit: Literal["file", "line", "paragraph"] = "file"
+    """What counts as one document in a plain-text file: the whole file, each line, or each paragraph."""
+    encoding: str | dict[str, str] = "utf-8"
+    """Encoding of text, JSON and CSV files that are not UTF-8, or of the lines in them that are not, by its name in
+    Python: gb18030, utf-16, cp1252. What is UTF-8 is read as UTF-8. Or several, by patterns of files' names, of which
+    the first that matches counts: `{"old/*": "cp1252", "*.sjis": "shift_jis"}`. It does not apply to parquet files and
+    Hugging Face data sets.
+    """
+    hub_config: str = ""
+    """Configuration name of a Hugging Face dataset; empty means its default."""
+    hub_revision: str = ""
+    """Commit or tag of a Hugging Face dataset; empty means its newest commit."""
+    hub_split: str = "train"
+    """Split of a Hugging Face dataset to read."""
+    streaming: bool = False
+    """Read a Hugging Face dataset as a stream instead of downloading it whole."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """The tokenizer that turns text into tokens."""
+    split: Literal["auto", "documents", "tail", "all"] = "auto"
+    """How the held-out validation text is chosen. documents: whole documents, by a hash of their name or position.
+    tail: the last characters of the corpus. auto: documents if there are at least 20, else tail. all: everything is
+    held out, for evaluation without training.
+    """
+    validation_fraction: float = Field(0.1, gt=0.0, lt=0.9)
+    """Fraction of the documents (of the characters, with split=tail) that is held out for validation."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do with a document that cannot be read. stop: fail and say where it is. skip: leave it out and count it.
+    """
+    deduplicate: Literal["off", "exact"] = "off"
+    """Whether to leave out a document whose text repeats an earlier document of any file. exact: only if every
+    character is equal; this takes about 100 bytes of memory per document. The log has the number of documents left out.
+    """
+    shard_mib: int = Field(8, ge=1, le=4096)
+    """Amount of text, in MiB, in one token shard."""
+    processes: int = Field(0, ge=0, le=512)
+    """Number of processes or threads on this machine that tokenize the corpus; 0 means one per core. It does not apply
+    to a cluster with an address, which has its own number of workers.
+    """
+    engine: EngineConfig = EngineConfig()
+    """Who tokenizes the corpus: this machine, or a cluster."""
 
     @field_validator("encoding")
     @classmethod

@@ -14,49 +14,40 @@ from training.config.size_rule import SIZE
 class ModelConfig(Section):
     """The shape of the model, and where its initial weights come from."""
 
-    architecture: Literal["llama", "gpt2", "bert", "path"] = Field(
-        "llama",
-        description="Architecture of the model. path: any Hugging Face model of the next word whose config.json is at "
-        "`path`. bert: a model of masked words; with `path`, any Hugging Face class of them, such as RoBERTa.",
-    )
-    path: str = Field(
-        "",
-        description="Folder, URL (s3:// …) or Hugging Face hub name of a model. It is used with architecture=path, "
-        "architecture=bert or init=pretrained.",
-    )
-    init: Literal["random", "pretrained"] = Field(
-        "random",
-        description="Initial weights. random: freshly initialized. pretrained: loaded from the model at `path`.",
-    )
-    size: str = Field(
-        "",
-        description="Number of parameters, such as 124M or 1.1B. It chooses layers, width, heads, steps, batch and "
-        "learning rate by published rules, where these are not given. Empty: each is as its own field says.",
-    )
-    layers: int = Field(4, ge=1, le=1000, description="Number of transformer layers.")
-    width: int = Field(
-        256, ge=8, le=65_536, description="Hidden size: the number of features of each token between layers."
-    )
-    heads: int = Field(8, ge=1, le=1024, description="Number of attention heads.")
-    kv_heads: int = Field(
-        0, ge=0, le=1024, description="Number of key/value heads, for llama only; 0 means as many as attention heads."
-    )
-    mlp_width: int = Field(
-        0,
-        ge=0,
-        le=1_000_000,
-        description="Width of the hidden layer of each MLP; 0 means 4 x width, or for llama 8/3 x width rounded up "
-        "to a multiple of 64.",
-    )
-    dropout: float = Field(
-        0.0,
-        ge=0.0,
-        lt=1.0,
-        description="Dropout probability during training; 0 disables dropout. For llama it applies to attention "
-        "only. It also overrides the config.json of a model at `path`.",
-    )
-    tie_embeddings: bool = Field(True, description="Use one matrix for both the input embedding and the output layer.")
-    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position embedding, for llama only.")
+    architecture: Literal["llama", "gpt2", "bert", "path"] = "llama"
+    """Architecture of the model. path: any Hugging Face model of the next word whose config.json is at `path`. bert: a
+    model of masked words; with `path`, any Hugging Face class of them, such as RoBERTa.
+    """
+    path: str = ""
+    """Folder, URL (s3:// …) or Hugging Face hub name of a model. It is used with architecture=path, architecture=bert
+    or init=pretrained.
+    """
+    init: Literal["random", "pretrained"] = "random"
+    """Initial weights. random: freshly initialized. pretrained: loaded from the model at `path`."""
+    size: str = ""
+    """Number of parameters, such as 124M or 1.1B. It chooses layers, width, heads, steps, batch and learning rate by
+    published rules, where these are not given. Empty: each is as its own field says.
+    """
+    layers: int = Field(4, ge=1, le=1000)
+    """Number of transformer layers."""
+    width: int = Field(256, ge=8, le=65_536)
+    """Hidden size: the number of features of each token between layers."""
+    heads: int = Field(8, ge=1, le=1024)
+    """Number of attention heads."""
+    kv_heads: int = Field(0, ge=0, le=1024)
+    """Number of key/value heads, for llama only; 0 means as many as attention heads."""
+    mlp_width: int = Field(0, ge=0, le=1_000_000)
+    """Width of the hidden layer of each MLP; 0 means 4 x width, or for llama 8/3 x width rounded up to a multiple of
+    64.
+    """
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Dropout probability during training; 0 disables dropout. For llama it applies to attention only. It also
+    overrides the config.json of a model at `path`.
+    """
+    tie_embeddings: bool = True
+    """Use one matrix for both the input embedding and the output layer."""
+    rope_theta: float = Field(10_000.0, gt=0)
+    """Base of the rotary position embedding, for llama only."""
 
     @model_validator(mode="after")
     def check(self) -> ModelConfig:

@@ -17,154 +17,103 @@ Stages = tuple[tuple[int, ...], ...]  # layers of each pipeline stage, by data-p
 class ParallelConfig(Section):
     """The distribution of training over devices, and its precision."""
 
-    strategy: Literal["auto", StrategyName] = Field(
-        "auto",
-        description="How data-parallel ranks share weights, gradients and optimizer state. single: one process. "
-        "ddp: each rank holds everything. fsdp: each rank holds a shard (FSDP2). zero1, zero2, zero3: "
-        "DeepSpeed ZeRO by stage; zero1 with tp, pp or Muon is our own: optimizer state in shards. hsdp: FSDP2 within "
-        "groups of ranks that hold the same. local-sgd: DDP within groups that synchronize only now and then (DiLoCo). "
-        "auto: the fastest that is predicted to fit in memory.",
-    )
-    tp: int = Field(
-        0,
-        ge=0,
-        le=1024,
-        description="Tensor parallelism: the number of ranks that split each layer's matrices; 0 lets the plan "
-        "choose (1 if a strategy is set).",
-    )
-    cp: int = Field(
-        0,
-        ge=0,
-        le=1024,
-        description="Context parallelism, for long contexts: the number of ranks that share the tokens of each "
-        "sequence, each of which computes a part of it; 0 lets the plan choose (1, unless nothing else fits).",
-    )
-    sequence_parallel: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="With tp, whether each of its ranks has a piece of every sequence between attention and MLP, where "
-        "norms, dropout and residuals would otherwise be computed and kept by all of them. auto: on GPUs, "
-        "where it sends no more; on CPUs where the plan predicts that it is faster or that nothing else fits.",
-    )
-    async_tp: bool = Field(
-        False,
-        description="Whether compiled layers overlap tensor parallelism's gathers and sums with matrix products, by "
-        "sending them in pieces (torch's micro-pipelined tensor parallelism). It needs tp above 1, sequence_parallel, "
-        "train.compile=true, and GPUs of one host that can access each other's memory.",
-    )
-    pp: int = Field(
-        0,
-        ge=0,
-        le=1024,
-        description="Pipeline parallelism: the number of ranks over which the layers are distributed; 0 lets the "
-        "plan choose (1 if a strategy is set).",
-    )
-    pp_stages_per_rank: int = Field(
-        0,
-        ge=0,
-        le=64,
-        description="Number of pipeline stages on each rank: 1 uses the 1F1B schedule, more use interleaved 1F1B; 0 "
-        "lets the plan choose (1 if pp is set).",
-    )
-    stages: Literal["auto", "even"] | Stages = Field(
-        "auto",
-        description="Number of layers of each pipeline stage, as one list for each data-parallel replica: "
-        "[[24], [10, 14]] is one device that holds 24 layers, and a pipeline of two. Replicas take the "
-        "devices in their order. even: equal replicas of equal stages. auto: even, unless devices are "
-        "unlike and replicas of unlike shape are predicted to be faster.",
-    )
-    offload: Literal["auto", "none", "optimizer", "parameters"] = Field(
-        "auto",
-        description="What is kept in host memory instead of GPU memory. optimizer: the optimizer state (zero1-3). "
-        "parameters: weights and optimizer state (zero3, fsdp, hsdp). auto: nothing, unless nothing "
-        "else fits.",
-    )
-    reshard_after_forward: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Whether each layer's gathered weights are freed after its forward pass, and gathered again for "
-        "its backward pass, for fsdp and hsdp. off: all weights stay gathered from the first forward pass of a step to "
-        "its last backward pass, and travel once a step. auto: off where the plan predicts that it is faster and fits.",
-    )
-    reduce_gradients: Literal["auto", "each", "last"] = Field(
-        "auto",
-        description="When ranks reduce gradients, for fsdp and hsdp. each: after each micro-batch, so that a rank "
-        "keeps only its shard. last: after the step's last micro-batch; until then each rank keeps whole gradients, 4 "
-        "bytes per parameter. auto: last if the plan predicts that it is faster and fits.",
-    )
-    ranks: int = Field(
-        0,
-        ge=0,
-        le=100_000,
-        description="Number of processes that train; 0 means one per GPU, or up to two per host without GPUs.",
-    )
-    precision: Literal["auto", Precision] | dict[DeviceName, Precision] = Field(
-        "auto",
-        description="Precision of matrix products; weights and optimizer state stay in fp32. fp16: with dynamic "
-        "loss scaling. fp8: for the layers' products only, with bf16 for the rest. auto: bf16, fp16 or "
-        "fp32, by what the devices support. By device, for ddp and local-sgd: {A100: bf16, V100: fp16}, with names "
-        "or kinds (cuda, cpu) that match as in prices.per_device_hour.",
-    )
-    fp8_by: Literal["shardline", "torchao"] = Field(
-        "shardline",
-        description="Implementation of fp8 matrix products, for precision=fp8. shardline: Shardline's own, on any "
-        "device and mesh. torchao: torchao's linear layers, whose casts are compiled; fsdp and hsdp then gather "
-        "weights in 8 bits. It works for Llama and BERT models without tp, on GPUs, with train.compile=true.",
-    )
-    shares: Literal["auto", "equal"] | tuple[int, ...] = Field(
-        "auto",
-        description="Sequences per forward pass of each data-parallel replica. equal: the same for all. auto: equal "
-        "on equal devices, otherwise in proportion to their measured speed and within their memory. A "
-        "list gives one number per replica.",
-    )
-    rebalance: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Adjust the replicas' shares during training to their measured step times. The batch stays the "
-        "same, but sums are taken in another order, so two such runs differ by rounding. auto: only if "
-        "the plan's shares are unequal.",
-    )
-    bucket_mib: int = Field(
-        25, ge=1, le=4096, description="Amount of gradients, in MiB, that one reduction sends, for ddp and zero1-3."
-    )
-    compression: Literal["none", "bf16", "topk", "powersgd"] = Field(
-        "none",
-        description="How gradients are compressed for slow networks, for ddp. bf16: half the bytes (also for "
-        "local-sgd). topk: only the largest values are sent. powersgd: products of two thin matrices "
-        "are sent. topk and powersgd add what was not sent to later steps (error feedback).",
-    )
-    topk_ratio: float = Field(
-        0.1, gt=0, lt=1, description="Fraction of the gradient values that is sent, for compression=topk."
-    )
-    powersgd_rank: int = Field(
-        4, ge=1, le=1024, description="Rank (number of columns) of the thin matrices, for compression=powersgd."
-    )
-    compress_after_steps: int = Field(
-        0,
-        ge=0,
-        le=100_000_000,
-        description="Number of optimizer steps with uncompressed gradients before compression begins.",
-    )
-    group_ranks: int = Field(
-        0,
-        ge=0,
-        le=100_000,
-        description="Number of data-parallel ranks in a group, for hsdp and local-sgd; 0 means the ranks of one host.",
-    )
-    outer_every_steps: int = Field(
-        500,
-        ge=1,
-        le=1_000_000,
-        description="Steps that each group makes on its own between two outer steps, for local-sgd.",
-    )
-    outer_learning_rate: float = Field(0.7, gt=0, le=10, description="Learning rate of the outer steps, for local-sgd.")
-    outer_momentum: float = Field(
-        0.9,
-        ge=0,
-        lt=1,
-        description="Nesterov momentum of the outer steps, for local-sgd. Momentum 0 with learning rate 1 averages "
-        "the groups' weights.",
-    )
-    timeout_s: int = Field(
-        600, ge=10, le=86_400, description="Seconds after which a collective operation that has not finished fails."
-    )
+    strategy: Literal["auto", StrategyName] = "auto"
+    """How data-parallel ranks share weights, gradients and optimizer state. single: one process. ddp: each rank holds
+    everything. fsdp: each rank holds a shard (FSDP2). zero1, zero2, zero3: DeepSpeed ZeRO by stage; zero1 with tp, pp
+    or Muon is our own: optimizer state in shards. hsdp: FSDP2 within groups of ranks that hold the same. local-sgd: DDP
+    within groups that synchronize only now and then (DiLoCo). auto: the fastest that is predicted to fit in memory.
+    """
+    tp: int = Field(0, ge=0, le=1024)
+    """Tensor parallelism: the number of ranks that split each layer's matrices; 0 lets the plan choose (1 if a strategy
+    is set).
+    """
+    cp: int = Field(0, ge=0, le=1024)
+    """Context parallelism, for long contexts: the number of ranks that share the tokens of each sequence, each of which
+    computes a part of it; 0 lets the plan choose (1, unless nothing else fits).
+    """
+    sequence_parallel: Literal["auto", "on", "off"] = "auto"
+    """With tp, whether each of its ranks has a piece of every sequence between attention and MLP, where norms, dropout
+    and residuals would otherwise be computed and kept by all of them. auto: on GPUs, where it sends no more; on CPUs
+    where the plan predicts that it is faster or that nothing else fits.
+    """
+    async_tp: bool = False
+    """Whether compiled layers overlap tensor parallelism's gathers and sums with matrix products, by sending them in
+    pieces (torch's micro-pipelined tensor parallelism). It needs tp above 1, sequence_parallel, train.compile=true, and
+    GPUs of one host that can access each other's memory.
+    """
+    pp: int = Field(0, ge=0, le=1024)
+    """Pipeline parallelism: the number of ranks over which the layers are distributed; 0 lets the plan choose (1 if a
+    strategy is set).
+    """
+    pp_stages_per_rank: int = Field(0, ge=0, le=64)
+    """Number of pipeline stages on each rank: 1 uses the 1F1B schedule, more use interleaved 1F1B; 0 lets the plan
+    choose (1 if pp is set).
+    """
+    stages: Literal["auto", "even"] | Stages = "auto"
+    """Number of layers of each pipeline stage, as one list for each data-parallel replica: [[24], [10, 14]] is one
+    device that holds 24 layers, and a pipeline of two. Replicas take the devices in their order. even: equal replicas
+    of equal stages. auto: even, unless devices are unlike and replicas of unlike shape are predicted to be faster.
+    """
+    offload: Literal["auto", "none", "optimizer", "parameters"] = "auto"
+    """What is kept in host memory instead of GPU memory. optimizer: the optimizer state (zero1-3). parameters: weights
+    and optimizer state (zero3, fsdp, hsdp). auto: nothing, unless nothing else fits.
+    """
+    reshard_after_forward: Literal["auto", "on", "off"] = "auto"
+    """Whether each layer's gathered weights are freed after its forward pass, and gathered again for its backward pass,
+    for fsdp and hsdp. off: all weights stay gathered from the first forward pass of a step to its last backward pass,
+    and travel once a step. auto: off where the plan predicts that it is faster and fits.
+    """
+    reduce_gradients: Literal["auto", "each", "last"] = "auto"
+    """When ranks reduce gradients, for fsdp and hsdp. each: after each micro-batch, so that a rank keeps only its
+    shard. last: after the step's last micro-batch; until then each rank keeps whole gradients, 4 bytes per parameter.
+    auto: last if the plan predicts that it is faster and fits.
+    """
+    ranks: int = Field(0, ge=0, le=100_000)
+    """Number of processes that train; 0 means one per GPU, or up to two per host without GPUs."""
+    precision: Literal["auto", Precision] | dict[DeviceName, Precision] = "auto"
+    """Precision of matrix products; weights and optimizer state stay in fp32. fp16: with dynamic loss scaling. fp8: for
+    the layers' products only, with bf16 for the rest. auto: bf16, fp16 or fp32, by what the devices support. By device,
+    for ddp and local-sgd: {A100: bf16, V100: fp16}, with names or kinds (cuda, cpu) that match as in
+    prices.per_device_hour.
+    """
+    fp8_by: Literal["shardline", "torchao"] = "shardline"
+    """Implementation of fp8 matrix products, for precision=fp8. shardline: Shardline's own, on any device and mesh.
+    torchao: torchao's linear layers, whose casts are compiled; fsdp and hsdp then gather weights in 8 bits. It works
+    for Llama and BERT models without tp, on GPUs, with train.compile=true.
+    """
+    shares: Literal["auto", "equal"] | tuple[int, ...] = "auto"
+    """Sequences per forward pass of each data-parallel replica. equal: the same for all. auto: equal on equal devices,
+    otherwise in proportion to their measured speed and within their memory. A list gives one number per replica.
+    """
+    rebalance: Literal["auto", "on", "off"] = "auto"
+    """Adjust the replicas' shares during training to their measured step times. The batch stays the same, but sums are
+    taken in another order, so two such runs differ by rounding. auto: only if the plan's shares are unequal.
+    """
+    bucket_mib: int = Field(25, ge=1, le=4096)
+    """Amount of gradients, in MiB, that one reduction sends, for ddp and zero1-3."""
+    compression: Literal["none", "bf16", "topk", "powersgd"] = "none"
+    """How gradients are compressed for slow networks, for ddp. bf16: half the bytes (also for local-sgd). topk: only
+    the largest values are sent. powersgd: products of two thin matrices are sent. topk and powersgd add what was not
+    sent to later steps (error feedback).
+    """
+    topk_ratio: float = Field(0.1, gt=0, lt=1)
+    """Fraction of the gradient values that is sent, for compression=topk."""
+    powersgd_rank: int = Field(4, ge=1, le=1024)
+    """Rank (number of columns) of the thin matrices, for compression=powersgd."""
+    compress_after_steps: int = Field(0, ge=0, le=100_000_000)
+    """Number of optimizer steps with uncompressed gradients before compression begins."""
+    group_ranks: int = Field(0, ge=0, le=100_000)
+    """Number of data-parallel ranks in a group, for hsdp and local-sgd; 0 means the ranks of one host."""
+    outer_every_steps: int = Field(500, ge=1, le=1_000_000)
+    """Steps that each group makes on its own between two outer steps, for local-sgd."""
+    outer_learning_rate: float = Field(0.7, gt=0, le=10)
+    """Learning rate of the outer steps, for local-sgd."""
+    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    """Nesterov momentum of the outer steps, for local-sgd. Momentum 0 with learning rate 1 averages the groups'
+    weights.
+    """
+    timeout_s: int = Field(600, ge=10, le=86_400)
+    """Seconds after which a collective operation that has not finished fails."""
 
     @property
     def row(self) -> Strategy:

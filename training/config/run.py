@@ -27,85 +27,76 @@ from training.config.train import TrainConfig
 class CheckpointConfig(Section):
     """The schedule of checkpoints, and which of them are kept."""
 
-    every_steps: int = Field(500, ge=1, description="Steps between checkpoints. The last step always has one.")
-    keep_last: int = Field(2, ge=1, le=1000, description="Number of newest checkpoints to keep.")
-    keep_best: bool = Field(False, description="Also keep the checkpoint with the lowest validation loss.")
-    keep_every_steps: int = Field(
-        0, ge=0, description="Also keep each checkpoint whose step is a multiple of this number; 0 keeps none of these."
-    )
-    memory_every_steps: int = Field(
-        0,
-        ge=0,
-        description="Steps between copies of the training state in the memory of each rank's host and of one "
-        "other host; 0 makes no copies. A failed run continues from such a copy if it is newer "
-        "than the checkpoints on disk.",
-    )
-    memory_dir: str = Field(
-        "/dev/shm/shardline",
-        pattern=r"^(/[A-Za-z0-9._-]+){3,}$",
-        description="Folder for the copies in memory on each host. It is made if it is missing; the folder "
-        "above it must exist, on a file system in memory (tmpfs) such as /dev/shm.",
-    )
+    every_steps: int = Field(500, ge=1)
+    """Steps between checkpoints. The last step always has one."""
+    keep_last: int = Field(2, ge=1, le=1000)
+    """Number of newest checkpoints to keep."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the lowest validation loss."""
+    keep_every_steps: int = Field(0, ge=0)
+    """Also keep each checkpoint whose step is a multiple of this number; 0 keeps none of these."""
+    memory_every_steps: int = Field(0, ge=0)
+    """Steps between copies of the training state in the memory of each rank's host and of one other host; 0 makes no
+    copies. A failed run continues from such a copy if it is newer than the checkpoints on disk.
+    """
+    memory_dir: str = Field("/dev/shm/shardline", pattern=r"^(/[A-Za-z0-9._-]+){3,}$")
+    """Folder for the copies in memory on each host. It is made if it is missing; the folder above it must exist, on a
+    file system in memory (tmpfs) such as /dev/shm.
+    """
 
 
 class ProfileConfig(Section):
     """Measurements of where a step's time goes."""
 
-    steps: tuple[int, ...] = Field((), description="Steps to record with torch's profiler, e.g. [20, 21].")
-    split_every_steps: int = Field(
-        0,
-        ge=0,
-        description="Steps between two steps whose time is measured part by part (data, forward, …). 0 means "
-        "about ten measured steps in a run, or every tenth step if the run has fewer than 100.",
-    )
-    nsys: bool = Field(False, description="Run the ranks under Nsight Systems, where it is installed.")
+    steps: tuple[int, ...] = ()
+    """Steps to record with torch's profiler, e.g. [20, 21]."""
+    split_every_steps: int = Field(0, ge=0)
+    """Steps between two steps whose time is measured part by part (data, forward, …). 0 means about ten measured steps
+    in a run, or every tenth step if the run has fewer than 100.
+    """
+    nsys: bool = False
+    """Run the ranks under Nsight Systems, where it is installed."""
 
 
 class RunConfig(Section):
     """A whole run: corpus, model, training, hosts, checks and registration."""
 
-    name: str = Field(
-        "run",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description="Short name of the run. It names the MLflow experiment too, and the registered model unless "
-        "registry.model_name does.",
-    )
-    data: DataConfig = Field(DataConfig(), description="The corpus, and how it becomes tokens.")
-    model: ModelConfig = Field(
-        ModelConfig(), description="The shape of the model, and where its initial weights come from."
-    )
-    train: TrainConfig = Field(TrainConfig(), description="Batch size, learning-rate schedule, optimizer and seed.")
-    parallel: ParallelConfig = Field(
-        ParallelConfig(), description="How training is distributed over devices, and its precision."
-    )
-    checkpoint: CheckpointConfig = Field(
-        CheckpointConfig(), description="The schedule of checkpoints, and which of them are kept."
-    )
-    evaluation: EvaluationConfig = Field(
-        EvaluationConfig(), description="Validation, text samples and downstream tasks."
-    )
-    profile: ProfileConfig = Field(ProfileConfig(), description="Measurements of where a step's time goes.")
-    export: ExportConfig = Field(
-        ExportConfig(), description="Exported formats, and the bounds within which they must match the trained model."
-    )
-    registry: RegistryConfig = Field(RegistryConfig(), description="Name and description of the model in the registry.")
-    gates: GatesConfig = Field(
-        GatesConfig(), description="Conditions that a model version must meet before it can become champion."
-    )
-    rollout: RolloutConfig = Field(
-        RolloutConfig(), description="How a new champion takes over, and what triggers a rollback."
-    )
-    launch: LaunchConfig = Field(LaunchConfig(), description="Where ranks run, and what happens when a host fails.")
-    store: StoreConfig = Field(
-        StoreConfig(), description="An object store where token shards and checkpoints outlive this machine."
-    )
-    prices: PricesConfig = Field(PricesConfig(), description="Prices of devices, to say what a run costs.")
-    trainer: TrainerConfig = Field(TrainerConfig(), description="A training program to run instead of Shardline's own.")
-    preset: str = Field(
-        "",
-        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
-        description="Name of the preset that this config began with, for reports and hints. Shardline fills it in.",
-    )
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Short name of the run. It names the MLflow experiment too, and the registered model unless registry.model_name
+    does.
+    """
+    data: DataConfig = DataConfig()
+    """The corpus, and how it becomes tokens."""
+    model: ModelConfig = ModelConfig()
+    """The shape of the model, and where its initial weights come from."""
+    train: TrainConfig = TrainConfig()
+    """Batch size, learning-rate schedule, optimizer and seed."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How training is distributed over devices, and its precision."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """The schedule of checkpoints, and which of them are kept."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Validation, text samples and downstream tasks."""
+    profile: ProfileConfig = ProfileConfig()
+    """Measurements of where a step's time goes."""
+    export: ExportConfig = ExportConfig()
+    """Exported formats, and the bounds within which they must match the trained model."""
+    registry: RegistryConfig = RegistryConfig()
+    """Name and description of the model in the registry."""
+    gates: GatesConfig = GatesConfig()
+    """Conditions that a model version must meet before it can become champion."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How a new champion takes over, and what triggers a rollback."""
+    launch: LaunchConfig = LaunchConfig()
+    """Where ranks run, and what happens when a host fails."""
+    store: StoreConfig = StoreConfig()
+    """An object store where token shards and checkpoints outlive this machine."""
+    prices: PricesConfig = PricesConfig()
+    """Prices of devices, to say what a run costs."""
+    trainer: TrainerConfig = TrainerConfig()
+    """A training program to run instead of Shardline's own."""
+    preset: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
+    """Name of the preset that this config began with, for reports and hints. Shardline fills it in."""
 
     @property
     def objective(self) -> Literal["causal", "masked"]:

@@ -1,4 +1,7 @@
-"""The base of all sections of the config: they are frozen, refuse unknown fields, and explain themselves in a form."""
+"""The base of all sections of the config: they are frozen, refuse unknown fields, and explain themselves in a form.
+
+The text under a field is its description in the form, in `--fields` and in the reference.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,7 @@ def _field_title(name: str, _: FieldInfo | ComputedFieldInfo) -> str:
 def _for_the_form(schema: dict[str, Any]) -> None:
     """Refuses credentials in texts, and adds a number's bounds to its description: the form does not show them."""
     for name, field in schema.get("properties", {}).items():
+        field |= {"description": " ".join(field["description"].split())} if "description" in field else {}
         if name not in FREE_TEXT:
             _refuse_credentials(field)
         bounds = [f"{words} {field[key]:,}".removesuffix(".0") for key, words in BOUNDS.items() if key in field]
@@ -71,6 +75,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
+        use_attribute_docstrings=True,
         model_title_generator=_section_title,
         field_title_generator=_field_title,
         json_schema_extra=_for_the_form,

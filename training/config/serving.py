@@ -14,84 +14,58 @@ from training.config.section import Section
 class InferenceConfig(Section):
     """The engine and the devices that run a trained model."""
 
-    engine: Literal["auto", "onnx", "torch", "vllm"] = Field(
-        "auto",
-        description="Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: PyTorch processes. "
-        "vllm: the program `vllm`, on GPUs, or on the CPU if it is a build for CPUs. auto: with GPUs vllm if its "
-        "build for GPUs is on PATH, else torch; without GPUs torch if `parallel` is set or the export has no graph "
-        "that decodes, else onnx.",
-    )
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = Field(
-        "auto",
-        description="Precision of weights and matrix products. auto: with onnx the fastest that the export measured "
-        "and whose perplexity passed; with torch fp32 on CPUs, on GPUs bf16 where they support it, else fp16; with "
-        "vllm vLLM's own choice. int8 and int4 need engine onnx.",
-    )
-    parallel: Literal["none", "data", "tensor", "pipeline"] = Field(
-        "none",
-        description="How several devices share the model. none: one device. data: each device holds a copy and "
-        "serves part of the prompts. tensor: each matrix is split. pipeline: the layers are "
-        "distributed.",
-    )
-    degree: int = Field(1, ge=1, le=1024, description="Number of devices to use. More than 1 needs `parallel`.")
-    vllm_memory: float = Field(
-        0.45,
-        gt=0,
-        le=0.95,
-        description="Share of each GPU's memory that one vLLM process takes. A server that changes versions runs two "
-        "processes for a while, so with more than 0.45 the second one may find too little.",
-    )
-    threads: int = Field(
-        0,
-        ge=0,
-        le=1024,
-        description="Threads of each process of the engine on a CPU. 0: the cores are divided among the processes.",
-    )
+    engine: Literal["auto", "onnx", "torch", "vllm"] = "auto"
+    """Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: PyTorch processes. vllm: the program `vllm`, on
+    GPUs, or on the CPU if it is a build for CPUs. auto: with GPUs vllm if its build for GPUs is on PATH, else torch;
+    without GPUs torch if `parallel` is set or the export has no graph that decodes, else onnx.
+    """
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
+    """Precision of weights and matrix products. auto: with onnx the fastest that the export measured and whose
+    perplexity passed; with torch fp32 on CPUs, on GPUs bf16 where they support it, else fp16; with vllm vLLM's own
+    choice. int8 and int4 need engine onnx.
+    """
+    parallel: Literal["none", "data", "tensor", "pipeline"] = "none"
+    """How several devices share the model. none: one device. data: each device holds a copy and serves part of the
+    prompts. tensor: each matrix is split. pipeline: the layers are distributed.
+    """
+    degree: int = Field(1, ge=1, le=1024)
+    """Number of devices to use. More than 1 needs `parallel`."""
+    vllm_memory: float = Field(0.45, gt=0, le=0.95)
+    """Share of each GPU's memory that one vLLM process takes. A server that changes versions runs two processes for a
+    while, so with more than 0.45 the second one may find too little.
+    """
+    threads: int = Field(0, ge=0, le=1024)
+    """Threads of each process of the engine on a CPU. 0: the cores are divided among the processes."""
 
 
 class ServingConfig(Section):
     """Limits of a server."""
 
-    max_concurrent: int = Field(
-        16, ge=1, le=4096, description="Maximum number of requests that are generated at the same time."
-    )
-    max_waiting: int = Field(
-        64,
-        ge=0,
-        le=100_000,
-        description="Maximum number of requests that wait. Further requests are refused with status 429.",
-    )
-    max_new_tokens: int = Field(
-        4096, ge=1, le=1_000_000, description="Maximum number of new tokens that one request may ask for."
-    )
-    max_prompt_chars: int = Field(
-        100_000,
-        ge=1,
-        description="Maximum length of a prompt, in characters. A request's body may have ten bytes for each of them.",
-    )
-    timeout_s: float = Field(
-        120,
-        gt=0,
-        description="Seconds that a request may take in all: its body, a chat's template, a grammar, the wait for a "
-        "free place, and all of its texts.",
-    )
-    cors_origins: tuple[str, ...] = Field(
-        (),
-        description="Origins whose web pages may call this server from a browser, such as https://example.org; "
-        '"*" means all. Empty means none.',
-    )
-    host_names: tuple[str, ...] = Field(
-        (),
-        description="Names under which clients reach this server, such as model.example.org behind a proxy. Addresses, "
-        "names without a dot, those of this machine, and those that end in .local, .internal or .svc need not be "
-        "listed; a request for another host is refused, as a page of another site could send it.",
-    )
-    poll_s: float = Field(5, gt=0, description="Seconds between checks of the alias.")
-    token_file: str = Field(
-        "",
-        description="Path of a file with the accepted bearer tokens, one per line; empty means that requests need "
-        "no token.",
-    )
+    max_concurrent: int = Field(16, ge=1, le=4096)
+    """Maximum number of requests that are generated at the same time."""
+    max_waiting: int = Field(64, ge=0, le=100_000)
+    """Maximum number of requests that wait. Further requests are refused with status 429."""
+    max_new_tokens: int = Field(4096, ge=1, le=1_000_000)
+    """Maximum number of new tokens that one request may ask for."""
+    max_prompt_chars: int = Field(100_000, ge=1)
+    """Maximum length of a prompt, in characters. A request's body may have ten bytes for each of them."""
+    timeout_s: float = Field(120, gt=0)
+    """Seconds that a request may take in all: its body, a chat's template, a grammar, the wait for a free place, and
+    all of its texts.
+    """
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may call this server from a browser, such as https://example.org; "*" means all. Empty
+    means none.
+    """
+    host_names: tuple[str, ...] = ()
+    """Names under which clients reach this server, such as model.example.org behind a proxy. Addresses, names without a
+    dot, those of this machine, and those that end in .local, .internal or .svc need not be listed; a request for
+    another host is refused, as a page of another site could send it.
+    """
+    poll_s: float = Field(5, gt=0)
+    """Seconds between checks of the alias."""
+    token_file: str = ""
+    """Path of a file with the accepted bearer tokens, one per line; empty means that requests need no token."""
 
     @property
     def max_body_bytes(self) -> int:
@@ -113,21 +87,21 @@ class EvaluateConfig(Section):
     An empty `data.path` means the run's own held-out text.
     """
 
-    inference: InferenceConfig = Field(InferenceConfig(), description="Engine and devices that run the model.")
-    evaluation: EvaluationConfig = Field(
-        EvaluationConfig(),
-        description="Downstream tasks and samples. What is not set here is as in the run's own config.",
-    )
-    data: DataConfig = Field(
-        DataConfig(), description="Text to evaluate on; without a `path` it is the held-out text of the run."
-    )
+    inference: InferenceConfig = InferenceConfig()
+    """Engine and devices that run the model."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Downstream tasks and samples. What is not set here is as in the run's own config."""
+    data: DataConfig = DataConfig()
+    """Text to evaluate on; without a `path` it is the held-out text of the run."""
 
 
 class ServeConfig(Section):
     """The settings of `shardline serve` and `shardline generate`, given as section.field=value."""
 
-    inference: InferenceConfig = Field(InferenceConfig(), description="Engine and devices that run the model.")
-    serving: ServingConfig = Field(ServingConfig(), description="Limits of the server.")
+    inference: InferenceConfig = InferenceConfig()
+    """Engine and devices that run the model."""
+    serving: ServingConfig = ServingConfig()
+    """Limits of the server."""
 
     def known_as(self, host: str) -> ServeConfig:
         """Return the config of a server that clients may also ask under the name that it listens on."""

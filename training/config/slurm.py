@@ -49,52 +49,42 @@ OptionLine = Annotated[str, StringConstraints(pattern=r"^--[a-z][a-z-]+([= ]\S.*
 class SlurmConfig(Section):
     """The resources that a run asks Slurm for, and how its programs start on the nodes."""
 
-    partition: str = Field("", description="Partition to submit to; empty means the cluster's default.")
-    account: str = Field("", description="Account that the job is charged to; empty means your default.")
-    qos: str = Field("", description="Quality of service of the job; empty means your default.")
-    reservation: str = Field("", description="Reservation to run in; empty means none.")
-    constraint: str = Field("", description="Features that every node must have, e.g. a100&ib; empty means any node.")
-    nodes: int = Field(1, ge=1, le=4096, description="Number of nodes.")
-    gpus_per_node: int = Field(
-        0, ge=0, le=64, description="Number of GPUs to use on each node; 0 means to train on the CPU."
-    )
-    slots: int = Field(
-        0, ge=0, le=1024, description="Number of ranks on each node; 0 means one per GPU, or one without GPUs."
-    )
-    cpus_per_node: int = Field(
-        0, ge=0, le=4096, description="Number of CPUs to ask for on each node; 0 means what the cluster gives."
-    )
-    memory_gib: float = Field(
-        0.0, ge=0, description="Memory, in GiB, to ask for on each node; 0 means what the cluster gives."
-    )
-    time_limit_s: int = Field(
-        0,
-        ge=0,
-        description="Seconds that an allocation may last, in whole minutes; 0 means the partition's default. When it "
-        "is over, the run asks for a new allocation and continues from its last checkpoint.",
-    )
-    signal_s: int = Field(
-        120,
-        ge=10,
-        le=65_535,
-        description="Seconds before the end of an allocation at which ranks save a checkpoint. Slurm may do it up to "
-        "60 s earlier.",
-    )
-    options: tuple[OptionLine, ...] = Field(
-        (),
-        description="Further options of sbatch, as after #SBATCH in a job script, e.g. --exclusive or --mail-type=END.",
-    )
-    modules: tuple[ModuleName, ...] = Field(
-        (), description="Environment modules to load on each node before a program starts, e.g. cuda/12.4."
-    )
-    command_prefix: tuple[str, ...] = Field(
-        (), description="Words before each program's command line, e.g. [apptainer, exec, --nv, image.sif]."
-    )
-    python: str = Field(
-        "",
-        description="Python interpreter on the nodes; empty means the launcher's own path, or `python` in a container "
-        "or behind a command prefix.",
-    )
+    partition: str = ""
+    """Partition to submit to; empty means the cluster's default."""
+    account: str = ""
+    """Account that the job is charged to; empty means your default."""
+    qos: str = ""
+    """Quality of service of the job; empty means your default."""
+    reservation: str = ""
+    """Reservation to run in; empty means none."""
+    constraint: str = ""
+    """Features that every node must have, e.g. a100&ib; empty means any node."""
+    nodes: int = Field(1, ge=1, le=4096)
+    """Number of nodes."""
+    gpus_per_node: int = Field(0, ge=0, le=64)
+    """Number of GPUs to use on each node; 0 means to train on the CPU."""
+    slots: int = Field(0, ge=0, le=1024)
+    """Number of ranks on each node; 0 means one per GPU, or one without GPUs."""
+    cpus_per_node: int = Field(0, ge=0, le=4096)
+    """Number of CPUs to ask for on each node; 0 means what the cluster gives."""
+    memory_gib: float = Field(0.0, ge=0)
+    """Memory, in GiB, to ask for on each node; 0 means what the cluster gives."""
+    time_limit_s: int = Field(0, ge=0)
+    """Seconds that an allocation may last, in whole minutes; 0 means the partition's default. When it is over, the run
+    asks for a new allocation and continues from its last checkpoint.
+    """
+    signal_s: int = Field(120, ge=10, le=65_535)
+    """Seconds before the end of an allocation at which ranks save a checkpoint. Slurm may do it up to 60 s earlier."""
+    options: tuple[OptionLine, ...] = ()
+    """Further options of sbatch, as after #SBATCH in a job script, e.g. --exclusive or --mail-type=END."""
+    modules: tuple[ModuleName, ...] = ()
+    """Environment modules to load on each node before a program starts, e.g. cuda/12.4."""
+    command_prefix: tuple[str, ...] = ()
+    """Words before each program's command line, e.g. [apptainer, exec, --nv, image.sif]."""
+    python: str = ""
+    """Python interpreter on the nodes; empty means the launcher's own path, or `python` in a container or behind a
+    command prefix.
+    """
 
     @model_validator(mode="after")
     def check(self) -> SlurmConfig:

@@ -18,188 +18,137 @@ EMA_DECAY = 0.5  # the weight of the average so far when the next checkpoint joi
 class BatchGrowthConfig(Section):
     """A larger global batch from some number of trained tokens on."""
 
-    tokens: int = Field(ge=1, description="Tokens of training text before the first step of this size.")
-    global_batch: int = Field(
-        ge=1,
-        le=1_000_000,
-        description="Sequences in one optimizer step from there on, a multiple of train.global_batch.",
-    )
+    tokens: int = Field(ge=1)
+    """Tokens of training text before the first step of this size."""
+    global_batch: int = Field(ge=1, le=1_000_000)
+    """Sequences in one optimizer step from there on, a multiple of train.global_batch."""
 
 
 class TrainConfig(Section):
     """Length of training, batch size, learning-rate schedule, optimizer and seed."""
 
-    steps: int = Field(1000, ge=1, le=100_000_000, description="Maximum number of optimizer steps.")
-    max_tokens: int = Field(0, ge=0, description="Stop after this many training tokens; 0 means no such limit.")
-    max_epochs: float = Field(
-        0.0, ge=0, le=10_000, description="Stop after this many passes over the training text; 0 means no such limit."
-    )
-    max_hours: float = Field(
-        0.0,
-        ge=0,
-        le=100_000,
-        description="Stop with a checkpoint after this many hours of training; 0 means no such limit. The time "
-        "counts validations, checkpoints, and earlier attempts up to the checkpoint that was resumed "
-        "from, but not the time between attempts.",
-    )
-    target_minutes: float = Field(
-        0.0,
-        ge=0,
-        le=1_000_000,
-        description="Take as many steps as fit into this many minutes by the plan's predicted step time: at most "
-        "train.steps, at least a fifth of them. The number is part of the plan, so a resumed run keeps it. 0 means no "
-        "such limit.",
-    )
-    context: int = Field(256, ge=8, le=1_000_000, description="Number of tokens in a sequence.")
-    global_batch: int = Field(
-        16, ge=1, le=1_000_000, description="Number of sequences in one optimizer step, over all ranks."
-    )
-    batch_schedule: tuple[BatchGrowthConfig, ...] = Field(
-        (),
-        description="Larger batches later in training (McCandlish et al. 2018), e.g. [{tokens: 1000000, global_batch: "
-        "32}, {tokens: 4000000, global_batch: 64}]: ranks accumulate more micro-batches in a step, whose size stays. "
-        "Empty means train.global_batch in all steps.",
-    )
-    micro_batch: int = Field(
-        0,
-        ge=0,
-        le=100_000,
-        description="Sequences per rank and forward pass (their mean, if ranks have unequal shares); 0 means the "
-        "most that fits in memory.",
-    )
-    micro_batch_trial: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Whether to run a few steps before training, in a separate launch. The micro-batch is lowered "
-        "until it fits in memory, and with compile=auto layers are left uncompiled if compiling fails. auto: on GPUs, "
-        "if micro_batch is 0 or compile=auto has chosen to compile.",
-    )
-    packing: Literal["stream", "documents", "padded", "best-fit"] = Field(
-        "stream",
-        description="How documents fill sequences. stream: documents follow each other, and attention crosses their "
-        "borders. documents: documents follow each other, but attention and positions stay within each "
-        "document. padded: each document starts a new sequence, is cut at the context length, and its "
-        "last piece is padded. best-fit: several whole documents fill a sequence and are cut only if they are longer "
-        "than the context; what stays free is padded, and attention and positions stay within each document.",
-    )
-    learning_rate: float = Field(3e-4, gt=0, le=10, description="Peak learning rate.")
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine",
-        description="How the learning rate changes after warm-up. cosine: it follows a cosine down. linear: it "
-        "falls in a straight line. constant: it stays. wsd: it stays, then falls in a straight line "
-        "over the last cooldown_steps (Hu et al. 2024).",
-    )
-    min_learning_rate: float = Field(3e-5, ge=0, le=10, description="Learning rate at the end of the decay.")
-    warmup_steps: int = Field(
-        100, ge=0, le=10_000_000, description="Number of steps over which the learning rate rises linearly to its peak."
-    )
-    decay_steps: int = Field(
-        0, ge=0, le=100_000_000, description="Step at which the decay of the learning rate ends; 0 means the last step."
-    )
-    cooldown_steps: int = Field(
-        0,
-        ge=0,
-        le=100_000_000,
-        description="Number of steps of the final decay, for schedule=wsd; 0 means a tenth of all steps.",
-    )
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw",
-        description="What updates the weights. adamw: AdamW (Loshchilov and Hutter 2019). muon: the matrices inside "
-        "layers get orthogonalized momentum (Jordan et al. 2024), scaled to AdamW's root mean square (Liu et al. "
-        "2025), with the same learning rate and weight decay; embeddings, head, norms and biases stay with AdamW.",
-    )
-    beta2: float = Field(
-        0.95, ge=0, lt=1, description="AdamW's decay rate of the second moment (the mean of squared gradients)."
-    )
-    weight_decay: float = Field(
-        0.1, ge=0, le=10, description="Weight decay. It applies to matrices only, not to biases and norms."
-    )
-    clip_norm: float = Field(
-        1.0,
-        ge=0,
-        description="Maximum norm of the gradient, to which larger gradients are scaled down; 0 disables clipping.",
-    )
-    z_loss: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Coefficient of the z-loss, the squared logarithm of the softmax's normalizer at each predicted "
-        "token, which keeps logits from drifting; 1e-4 in PaLM (Chowdhery et al. 2022). It is trained and logged as "
-        "`z_loss`; `loss` stays cross-entropy. 0: none.",
-    )
-    optimizer_path: str = Field(
-        "",
-        description="Folder or URL of a checkpoint from which training takes AdamW's moments; its weights are "
-        "given as model.path. Empty means moments of zero.",
-    )
-    mask_fraction: float = Field(
-        0.15, gt=0, lt=1, description="Fraction of tokens that a masked language model must predict."
-    )
-    freeze: tuple[str, ...] = Field(
-        (), description="Parameters that are not trained: shell patterns of their Hugging Face names, e.g. `*embed*`."
-    )
-    activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
-        "auto",
-        description="Which activations are recomputed in the backward pass instead of being kept in memory. none: "
-        "no activations. selective: all except the results of matrix products and attention. full: "
-        "whole layers. auto: the plan chooses.",
-    )
-    residual: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="Precision of the hidden states between layers (the residual stream). bf16 halves their memory and "
-        "traffic, with parallel.precision=bf16 or fp8, but each layer's sum is rounded to 8 bits of mantissa. fsdp and "
-        "hsdp always use bf16 in these precisions.",
-    )
-    compile: bool | Literal["auto"] = Field(
-        "auto",
-        description="Whether to compile the model's layers with torch.compile, which needs a C++ compiler and Python's "
-        "headers on every host. auto: compile if all hosts have them, the plan predicts that compiling saves more time "
-        "than it takes, and, on GPUs, a trial of a few steps succeeds with it.",
-    )
-    deterministic: bool = Field(
-        False, description="Use only kernels that give the same bits every time. Some of them are slower."
-    )
-    on_nonfinite: Literal["stop", "skip"] = Field(
-        "stop",
-        description="What to do when a loss or gradient is NaN or infinite. stop: end the run. skip: leave "
-        "out that step's update; the host then waits for the device in every step to read the "
-        "gradient norm.",
-    )
-    on_spike: Literal["continue", "skip", "rewind"] = Field(
-        "continue",
-        description="What to do at a spike: a loss or gradient norm far above those of the newest updates. continue: "
-        "log it and train on. skip: make no update in that step; the host then waits for the device in every step. "
-        "rewind: go back to the newest checkpoint from before it, and train on without that step's batch.",
-    )
-    spike_deviations: float = Field(
-        6.0,
-        gt=0,
-        le=1000,
-        description="A step is a spike if its loss or gradient norm is more than this many standard deviations above "
-        "the mean of the last train.spike_window_steps updates.",
-    )
-    spike_window_steps: int = Field(
-        128,
-        ge=2,
-        le=10_000,
-        description="Number of recent updates that a step is compared with; no step is judged before so many.",
-    )
-    average: Literal["none", "mean", "ema"] = Field(
-        "none",
-        description="Weights that are evaluated, and may be exported (export.weights), beside the last ones. mean: the "
-        "mean of the last train.average_checkpoints checkpoints, which are kept for it. ema: their exponential moving "
-        "average. none: only the last weights.",
-    )
-    average_checkpoints: int = Field(
-        5,
-        ge=2,
-        le=1000,
-        description="Number of checkpoints that train.average takes: the last one, and those before it at multiples of "
-        "checkpoint.every_steps.",
-    )
-    log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
-    seed: int = Field(
-        1337, ge=0, le=2**32 - 1, description="Seed of the initial weights, the order of the data, dropout and masks."
-    )
+    steps: int = Field(1000, ge=1, le=100_000_000)
+    """Maximum number of optimizer steps."""
+    max_tokens: int = Field(0, ge=0)
+    """Stop after this many training tokens; 0 means no such limit."""
+    max_epochs: float = Field(0.0, ge=0, le=10_000)
+    """Stop after this many passes over the training text; 0 means no such limit."""
+    max_hours: float = Field(0.0, ge=0, le=100_000)
+    """Stop with a checkpoint after this many hours of training; 0 means no such limit. The time counts validations,
+    checkpoints, and earlier attempts up to the checkpoint that was resumed from, but not the time between attempts.
+    """
+    target_minutes: float = Field(0.0, ge=0, le=1_000_000)
+    """Take as many steps as fit into this many minutes by the plan's predicted step time: at most train.steps, at least
+    a fifth of them. The number is part of the plan, so a resumed run keeps it. 0 means no such limit.
+    """
+    context: int = Field(256, ge=8, le=1_000_000)
+    """Number of tokens in a sequence."""
+    global_batch: int = Field(16, ge=1, le=1_000_000)
+    """Number of sequences in one optimizer step, over all ranks."""
+    batch_schedule: tuple[BatchGrowthConfig, ...] = ()
+    """Larger batches later in training (McCandlish et al. 2018), e.g. [{tokens: 1000000, global_batch: 32}, {tokens:
+    4000000, global_batch: 64}]: ranks accumulate more micro-batches in a step, whose size stays. Empty means
+    train.global_batch in all steps.
+    """
+    micro_batch: int = Field(0, ge=0, le=100_000)
+    """Sequences per rank and forward pass (their mean, if ranks have unequal shares); 0 means the most that fits in
+    memory.
+    """
+    micro_batch_trial: Literal["auto", "always", "never"] = "auto"
+    """Whether to run a few steps before training, in a separate launch. The micro-batch is lowered until it fits in
+    memory, and with compile=auto layers are left uncompiled if compiling fails. auto: on GPUs, if micro_batch is 0 or
+    compile=auto has chosen to compile.
+    """
+    packing: Literal["stream", "documents", "padded", "best-fit"] = "stream"
+    """How documents fill sequences. stream: documents follow each other, and attention crosses their borders.
+    documents: documents follow each other, but attention and positions stay within each document. padded: each document
+    starts a new sequence, is cut at the context length, and its last piece is padded. best-fit: several whole documents
+    fill a sequence and are cut only if they are longer than the context; what stays free is padded, and attention and
+    positions stay within each document.
+    """
+    learning_rate: float = Field(3e-4, gt=0, le=10)
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the learning rate changes after warm-up. cosine: it follows a cosine down. linear: it falls in a straight
+    line. constant: it stays. wsd: it stays, then falls in a straight line over the last cooldown_steps (Hu et al.
+    2024).
+    """
+    min_learning_rate: float = Field(3e-5, ge=0, le=10)
+    """Learning rate at the end of the decay."""
+    warmup_steps: int = Field(100, ge=0, le=10_000_000)
+    """Number of steps over which the learning rate rises linearly to its peak."""
+    decay_steps: int = Field(0, ge=0, le=100_000_000)
+    """Step at which the decay of the learning rate ends; 0 means the last step."""
+    cooldown_steps: int = Field(0, ge=0, le=100_000_000)
+    """Number of steps of the final decay, for schedule=wsd; 0 means a tenth of all steps."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What updates the weights. adamw: AdamW (Loshchilov and Hutter 2019). muon: the matrices inside layers get
+    orthogonalized momentum (Jordan et al. 2024), scaled to AdamW's root mean square (Liu et al. 2025), with the same
+    learning rate and weight decay; embeddings, head, norms and biases stay with AdamW.
+    """
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay rate of the second moment (the mean of squared gradients)."""
+    weight_decay: float = Field(0.1, ge=0, le=10)
+    """Weight decay. It applies to matrices only, not to biases and norms."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Maximum norm of the gradient, to which larger gradients are scaled down; 0 disables clipping."""
+    z_loss: float = Field(0.0, ge=0, le=1)
+    """Coefficient of the z-loss, the squared logarithm of the softmax's normalizer at each predicted token, which keeps
+    logits from drifting; 1e-4 in PaLM (Chowdhery et al. 2022). It is trained and logged as `z_loss`; `loss` stays
+    cross-entropy. 0: none.
+    """
+    optimizer_path: str = ""
+    """Folder or URL of a checkpoint from which training takes AdamW's moments; its weights are given as model.path.
+    Empty means moments of zero.
+    """
+    mask_fraction: float = Field(0.15, gt=0, lt=1)
+    """Fraction of tokens that a masked language model must predict."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained: shell patterns of their Hugging Face names, e.g. `*embed*`."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Which activations are recomputed in the backward pass instead of being kept in memory. none: no activations.
+    selective: all except the results of matrix products and attention. full: whole layers. auto: the plan chooses.
+    """
+    residual: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the hidden states between layers (the residual stream). bf16 halves their memory and traffic, with
+    parallel.precision=bf16 or fp8, but each layer's sum is rounded to 8 bits of mantissa. fsdp and hsdp always use bf16
+    in these precisions.
+    """
+    compile: bool | Literal["auto"] = "auto"
+    """Whether to compile the model's layers with torch.compile, which needs a C++ compiler and Python's headers on
+    every host. auto: compile if all hosts have them, the plan predicts that compiling saves more time than it takes,
+    and, on GPUs, a trial of a few steps succeeds with it.
+    """
+    deterministic: bool = False
+    """Use only kernels that give the same bits every time. Some of them are slower."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do when a loss or gradient is NaN or infinite. stop: end the run. skip: leave out that step's update; the
+    host then waits for the device in every step to read the gradient norm.
+    """
+    on_spike: Literal["continue", "skip", "rewind"] = "continue"
+    """What to do at a spike: a loss or gradient norm far above those of the newest updates. continue: log it and train
+    on. skip: make no update in that step; the host then waits for the device in every step. rewind: go back to the
+    newest checkpoint from before it, and train on without that step's batch.
+    """
+    spike_deviations: float = Field(6.0, gt=0, le=1000)
+    """A step is a spike if its loss or gradient norm is more than this many standard deviations above the mean of the
+    last train.spike_window_steps updates.
+    """
+    spike_window_steps: int = Field(128, ge=2, le=10_000)
+    """Number of recent updates that a step is compared with; no step is judged before so many."""
+    average: Literal["none", "mean", "ema"] = "none"
+    """Weights that are evaluated, and may be exported (export.weights), beside the last ones. mean: the mean of the
+    last train.average_checkpoints checkpoints, which are kept for it. ema: their exponential moving average. none: only
+    the last weights.
+    """
+    average_checkpoints: int = Field(5, ge=2, le=1000)
+    """Number of checkpoints that train.average takes: the last one, and those before it at multiples of
+    checkpoint.every_steps.
+    """
+    log_every_steps: int = Field(10, ge=1)
+    """Steps between two rows of metrics."""
+    seed: int = Field(1337, ge=0, le=2**32 - 1)
+    """Seed of the initial weights, the order of the data, dropout and masks."""
 
     @model_validator(mode="after")
     def check(self) -> TrainConfig:
