@@ -289,7 +289,8 @@ class DataConfig(Section):
     validation_fraction: float = Field(0.1, gt=0.0, lt=0.9)
     """Fraction of the documents (of the characters, with split=tail) that is held out for validation."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What to do with a document that cannot be read. stop: fail and say where it is. skip: leave it out and count it.
+    """What to do with a document that cannot be read. stop: fail and say where it is. skip: leave it out
+    and count it.
     """
     deduplicate: Literal["off", "exact"] = "off"
     """Whether to leave out a document whose text repeats an earlier document of any file. exact: only if every

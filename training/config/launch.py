@@ -31,7 +31,8 @@ class HostConfig(Section):
     """A host with a Docker daemon. The defaults fit this machine."""
 
     name: str = Field("", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$|^$")
-    """Short name of the host, different from all other hosts' names; empty means a name made from its Docker address.
+    """Short name of the host, different from all other hosts' names; empty means a name made from
+    its Docker address.
     """
     docker: str = Field("unix:///var/run/docker.sock", pattern=r"^(unix:///.+|tcp://[^/]+:\d+|ssh://.+)$")
     """Address of the host's Docker daemon: unix:///PATH, tcp://HOST:2376 (with TLS), or ssh://USER@HOST."""
@@ -95,7 +96,8 @@ class LaunchConfig(Section):
     nccl: dict[NcclName, str] = Field({})
     """Additional environment variables for NCCL and its transports, e.g. {NCCL_IB_HCA: mlx5_0}."""
     min_hosts: int = Field(0, ge=0)
-    """Minimum number of hosts with which training continues when others are lost; 0 means that all hosts are required.
+    """Minimum number of hosts with which training continues when others are lost; 0 means that all
+    hosts are required.
     """
     wait_s: float = Field(600.0, ge=0)
     """Seconds to wait for required hosts that do not answer."""
@@ -106,7 +108,8 @@ class LaunchConfig(Section):
     counts as lost.
     """
     daemon_grace_s: float = Field(60.0, ge=1)
-    """Seconds that a Docker daemon may be unreachable, while training still advances, before its host counts as lost.
+    """Seconds that a Docker daemon may be unreachable, while training still advances, before its host
+    counts as lost.
     """
     lease_s: float = Field(60.0, ge=5)
     """Seconds without a renewal by the launcher after which containers stop by themselves."""
