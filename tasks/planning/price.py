@@ -79,7 +79,7 @@ def price_per_device(plan: AnyPlan) -> float | None:
 
 def attempt_price(plans: Iterable[AnyPlan], ranks: dict[str, int]) -> float | None:
     """Return the price of one device hour, by the first of the plans that has these ranks on these hosts."""
-    had = (plan for plan in plans if dict(zip(plan.hosts, plan.ranks_per_host, strict=False)) == ranks)
+    had = (plan for plan in plans if dict(zip(plan.hosts, plan.ranks_per_host, strict=True)) == ranks)
     return next(map(price_per_device, had), None)
 
 

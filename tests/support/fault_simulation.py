@@ -1070,7 +1070,7 @@ class World(Scheduler):
     def plan_for_hosts(self, plan: RunPlan, available: Inventory, *, run_dir: Path, why: str) -> RunPlan:
         """In place of the planner: as much as recovery uses of a plan for these hosts."""
         new = self.plan_for(tuple(host.name for host in available.hosts), mlflow_run_id=plan.mlflow_run_id)
-        self.write(run_dir / "plan.json", new.model_dump_json())
+        self.write(run_dir / "plan.json", new.content())
         self.tell(f"replanned for {', '.join(new.hosts)}: {why}")
         return new
 
@@ -1082,7 +1082,7 @@ class World(Scheduler):
     def plan_in_force(self) -> RunPlan:
         content = (self.run_dir / "plan.json").read_bytes()
         if content not in self.plans:  # to parse it takes 2 ms
-            self.plans[content] = RunPlan.model_validate_json(content)
+            self.plans[content] = RunPlan.parse(content, where="plan.json")
         return self.plans[content]
 
     def training(self, attempt_number: int, task: NodeTask) -> Training:
@@ -1549,7 +1549,7 @@ def _in_place_of_what_is_real(world: World) -> Iterator[None]:
     import mlflow.tracking
 
     def claim(folder: Path, *, flow_run: str, flow_run_starts: int) -> None:
-        world.write(folder / "owner.json", Owner(process="0:0", children=()).model_dump_json())
+        world.write(folder / "owner.json", Owner(process="0:0", children=()).content())
 
     clocks = (attempt, host_set, launcher, metrics_log, recovery, rank_logs, rows, wait)
 

@@ -352,7 +352,7 @@ class RunPlan(RankPlan):
     `priced`: what the prices are of, by which the run's measurements correct later plans; None where they must not.
     """
 
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...]
     idle_hosts: tuple[str, ...] = ()
     precision_by_device: dict[str, Precision] = Field(default_factory=dict)
     largest_micro_batches: tuple[int, ...]

@@ -91,13 +91,6 @@ def test_each_rule_has_shards_of_its_own(tmp_path: Path) -> None:
     shards_of(tmp_path, source, broken, special_tokens_in_text="all")  # its template is not needed
 
 
-def test_the_addresses_of_today_stay(tmp_path: Path) -> None:
-    """They are found by the next version, too: where they cannot be used, the format of shards has another number."""
-    source = write_json_lines(tmp_path / "ends.jsonl", [*WORDS, "a<|endoftext|>b"])
-    made = {rule: shards_of(tmp_path, source, None, special_tokens_in_text=rule)[0].name for rule in RULES}
-    assert made == {"none": "c678383e04d12d87", "template": "c678383e04d12d87", "all": "d27b0d278aec3b8f"}
-
-
 def test_shards_of_another_rule_are_refused_in_a_mixture(tmp_path: Path) -> None:
     tokenizer = chatml(tmp_path / "chatml")
     source = write_json_lines(tmp_path / "chats.jsonl", TURNS)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from pydantic import ValidationError
 
 from tasks.planning.describe import describe_plan
 from tasks.planning.plan import plan_run
 from tasks.planning.price import RunCost, price_of, price_per_hour
-from tests.support.configs import inventory, read_plan, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.config.prices import PricesConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.records.inventory import Device, Inventory
@@ -76,14 +73,6 @@ def test_a_plan_says_its_device_hours_and_its_cost() -> None:
     assert rows["cost"] == (
         f"5.00 EUR predicted, {5e9 / tokens:,.2f} EUR per 1B tokens, at 10.00 EUR an hour for 4 GPUs"
     )
-
-
-def test_a_plan_of_a_version_without_prices_is_read(tmp_path: Path) -> None:
-    content = plan_run(tiny_config(), inventory=inventory(1)).model_dump(mode="json")
-    del content["price_per_hour"], content["config"]["prices"]
-    (tmp_path / "plan.json").write_text(json.dumps(content))
-    plan = read_plan(tmp_path)
-    assert (plan.price_per_hour, plan.config.prices) == (None, PricesConfig())
 
 
 def test_the_metrics_of_a_run_that_has_no_prices_are_its_device_hours() -> None:

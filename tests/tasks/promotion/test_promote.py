@@ -99,7 +99,7 @@ def test_the_lock_of_a_killed_holder_is_removed(client: MlflowClient) -> None:
         key = process_key(process.pid)
         process.kill()
     dead = LockTag(state="holding", who="ada", what="promotes", process=key, urgent=False, heartbeat=3)
-    client.set_registered_model_tag("tiny", f"{PREFIX}dead", dead.model_dump_json())
+    client.set_registered_model_tag("tiny", f"{PREFIX}dead", dead.content().decode())
     with promotion_lock(client, "tiny", what="a test"):
         assert f"{PREFIX}dead" not in client.get_registered_model("tiny").tags
 

@@ -86,7 +86,7 @@ def in_a_rollout(key: str, home: Path) -> bool:
 
 def with_the_lock(key: str, home: Path) -> bool:
     tag = LockTag(state="holding", who="ada", what="promotes", process=key, urgent=False, heartbeat=3)
-    return "shardline.turn.1" in LivenessTracker().living({"shardline.turn.1": tag.model_dump_json()})
+    return "shardline.turn.1" in LivenessTracker().living({"shardline.turn.1": tag.content().decode()})
 
 
 def as_owner(key: str, home: Path) -> bool:

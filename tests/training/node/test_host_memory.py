@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.manifests import write_checkpoint_manifest
 from training.checkpoint.memory import _intact_share
 from training.node.host_memory import ABANDONED_S, USED, hold, make_run_folder, remove_abandoned
-from training.records.checkpoint import CheckpointManifest, RankFile, WrittenFile
+from training.records.checkpoint import RankFile, WrittenFile
 from training.records.memory_checkpoint import MemoryRecord, RankShare
 from training.records.record import DamagedRecord, sha256_file
 
@@ -23,9 +24,7 @@ def copy_of(memory_dir: Path, *, step: int = RECORD.step) -> Path:
     folder.mkdir(parents=True, mode=0o700)
     folder.parent.chmod(0o700)
     (folder / "model.safetensors").write_text("weights")
-    manifest = CheckpointManifest(
-        step=step, tokens=8, strategy="ddp", mesh={}, world_size=1, config_sha256="", val_loss=None, files={}
-    )
+    manifest = write_checkpoint_manifest(folder, step=step)
     written = WrittenFile(size_bytes=7, sha256=sha256_file(folder / "model.safetensors"))
     file = RankFile(written=written, names=("w",), tensor_bytes=7)
     path = folder / "rank-0.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from typing import Any
@@ -300,9 +299,6 @@ def test_interleaved_stages_are_tried_where_a_pipeline_would_idle() -> None:
     plain = planned(model, **how, pp_stages_per_rank=1)
     assert plain.stages_per_rank == 1
     assert plain.predicted.step_ms > plan.predicted.step_ms
-    earlier = plan.model_dump(mode="json", exclude={"stages_per_rank"})
-    earlier["config"]["parallel"] |= {"pp": 16, "pp_stages_per_rank": 2}
-    assert RunPlan.model_validate_json(json.dumps(earlier)).stages_per_rank == 2
 
 
 def test_a_slow_network_costs_those_who_talk_over_it() -> None:
