@@ -1,7 +1,7 @@
 """Run by train.Dockerfile: installs Shardline and training's packages to /opt/shardline, beside the base image's.
 
 The base image's torch is kept: it is built for the image's CUDA and NCCL. It is often a pre-release (2.13.0a0+nv26.06),
-which pip would replace if it were asked for torch>=2.11.
+which pip would replace if it were asked for torch>=2.13.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _name(requirement: str) -> str:
 
 
 def _release(text: str) -> tuple[int, int]:
-    """Return (2, 11) for `torch>=2.11`, (2, 13) for `2.13.0a0+nv26.06`."""
+    """Return (2, 13) for `torch>=2.13`, (2, 13) for `2.13.0a0+nv26.06`."""
     match = re.search(r"(\d+)\.(\d+)", text)
     assert match is not None, text
     return int(match[1]), int(match[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def write_plan(
         if not changes:
             logger.info("the run continues with its plan, %s", run.folder / "plan.json")
             return kept
-        plan = _replanned(kept, config, changes, inventory=inventory, shards=shards, shards_dir=shards_dir)
+        plan = _with_changes(kept, config, changes, inventory=inventory)
         kept.write(run.folder / f"plan-{len(list(run.folder.glob('plan-*.json'))) + 1}.json")
         if _evaluated(kept.config) != _evaluated(config):
             (run.folder / "eval.json").unlink(missing_ok=True)
@@ -143,54 +143,28 @@ def _evaluated(config: RunConfig) -> tuple[Any, ...]:
     return (config.evaluation, config.train.num_averaged and (config.train, config.export.weights))
 
 
-def _replanned(
-    kept: RunPlan,
-    config: RunConfig,
-    changed: Sequence[Change],
-    *,
-    inventory: Inventory,
-    shards: TokenShards,
-    shards_dir: Path,
-) -> RunPlan:
+def _with_changes(kept: RunPlan, config: RunConfig, changed: Sequence[Change], *, inventory: Inventory) -> RunPlan:
     """Return the plan of a resumed run whose config has changed, for the current machines, in the same precision.
 
     Changes that are exact to the bit also keep ranks, threads and micro-batches, whatever this inventory would suggest.
     Other changes keep the strategy if it still fits, unless they change the layout themselves.
     """
     exact, fields = all(change.effect == "exact" for change in changed), {change.field for change in changed}
-    pinned = config.model_dump(mode="json")
-
+    content = config.model_dump(mode="json")
     chooses_again = any(field.startswith("parallel.") or field.partition(".")[2] in LAYOUT_FIELDS for field in fields)
-    used = inventory if chooses_again and not exact else without_idle(kept, inventory)
-
-    def planned(content: dict[str, Any]) -> RunPlan:
-        return plan_run(
-            RunConfig.model_validate(content),
-            inventory=used,
-            run_id=kept.run_id,
-            shards=shards,
-            shards_dir=shards_dir,
-            steps_in_time=steps_in_time(kept, config),
-        )
-
     if "parallel.precision" not in fields:
-        pinned["parallel"]["precision"] = kept.pinned_precision
-    if exact:
-        plan = planned(pinned | {section: pinned[section] | chosen for section, chosen in kept.chosen.items()})
-    elif chooses_again:
-        plan = planned(pinned)
-    else:
-        plan = _as_before(kept, pinned, planned)
-    _check_same_shape(plan, kept)
-    return plan.model_copy(
-        update={
-            "config": config,
-            "mlflow_run_id": kept.mlflow_run_id,
-            "threads_per_rank": kept.threads_per_rank if exact else plan.threads_per_rank,
-            "idle_hosts": _idle(plan, inventory),
-            "reasons": (*plan.reasons, f"resumed with other settings: {'; '.join(map(str, changed))}"),
-        }
+        content["parallel"]["precision"] = kept.pinned_precision
+    plan = _planned_again(
+        kept,
+        _as_chosen(kept, content) if exact else content,
+        hosts=inventory if chooses_again and not exact else without_idle(kept, inventory),
+        because=f"resumed with other settings: {'; '.join(map(str, changed))}",
+        keep_layout=not exact and not chooses_again,
+        config=config,
     )
+    _check_same_shape(plan, kept)
+    threads = kept.threads_per_rank if exact else plan.threads_per_rank
+    return plan.model_copy(update={"threads_per_rank": threads, "idle_hosts": _idle(plan, inventory)})
 
 
 def plan_for_hosts(plan: AnyPlan, inventory: Inventory, *, run_dir: Path, why: str) -> AnyPlan:
@@ -213,22 +187,20 @@ def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
     if sorted(kept.hosts) == sorted(host.name for host in used.hosts):
         return kept
     try:
-        plan = _planned_for(kept, used, micro_batch=0)
+        plan = _planned_for(kept, used, because=why)
     except ValueError:
         used = inventory
-        plan = _planned_for(kept, used, micro_batch=0)
+        plan = _planned_for(kept, used, because=why)
     trials = read_trials(run_dir)
     more_is_too_much = kept.config.train.micro_batch or (trials is not None and trials.lowered)
     if more_is_too_much and plan.micro_batch > kept.micro_batch:  # as the user or a trial found
         share = kept.config.train.global_batch // plan.dp
         fitting = max(size for size in range(1, kept.micro_batch + 1) if share % size == 0)
-        plan = _planned_for(kept, used, micro_batch=fitting)
+        plan = _planned_for(kept, used, because=why, micro_batch=fitting)
     if _layout(plan) == _layout(kept):  # some hosts stay idle either way
         return kept
-    update = {"config": kept.config, "mlflow_run_id": kept.mlflow_run_id, "reasons": (*plan.reasons, why)}
-    update |= {"idle_hosts": _idle(plan, inventory)}
     same = (old for old in earlier_plans(run_dir) if _layout(old) == _layout(plan) and old.config == kept.config)
-    plan = next(same, plan.model_copy(update=update))
+    plan = next(same, plan.model_copy(update={"idle_hosts": _idle(plan, inventory)}))
     kept.write(run_dir / f"plan-{len(list(run_dir.glob('plan-*.json'))) + 1}.json")
     plan.write(run_dir / "plan.json")
     logger.warning("replanned for %s: %s", ", ".join(plan.hosts), why)
@@ -247,12 +219,10 @@ def _idle(plan: RunPlan, inventory: Inventory) -> tuple[str, ...]:
 
 def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, inventory: Inventory) -> RunPlan:
     """Return the same plan with smaller micro-batches and their prediction; none may grow to its earlier size again."""
-    alike, pinned = len(set(micro_batches)) == 1, plan.config.model_dump(mode="json")
-    for section, chosen in plan.chosen.items():
-        pinned[section] |= chosen
-    pinned["parallel"]["shares"] = "equal" if alike else micro_batches
-    pinned["train"]["micro_batch"] = micro_batches[0] if alike else 0
-    lower = _planned_again(plan, pinned, inventory=inventory)
+    alike, content = len(set(micro_batches)) == 1, _as_chosen(plan, plan.config.model_dump(mode="json"))
+    content["parallel"]["shares"] = "equal" if alike else micro_batches
+    content["train"]["micro_batch"] = micro_batches[0] if alike else 0
+    lower = _planned_again(plan, content, hosts=inventory)
     update = {name: getattr(lower, name) for name in ("micro_batches", "accumulation", "predicted")}
     sizes = zip(micro_batches, plan.micro_batches, plan.largest_micro_batches, strict=True)
     largest = [max(size, min(limit, before - 1)) for size, before, limit in sizes]  # `before` was too much for one
@@ -268,78 +238,92 @@ def next_layout(plan: RunPlan, *, inventory: Inventory, why: str) -> RunPlan | N
         content["parallel"] |= {"precision": plan.pinned_precision, "ranks": plan.world_size, **layout.as_asked()}
         content["train"] |= {"activation_checkpointing": layout.activation_checkpointing, "compile": plan.compiled}
         try:
-            other = _planned_again(plan, content, inventory=inventory)
+            other = _planned_again(plan, content, hosts=inventory, because=why)
         except ValueError as error:
             logger.info("trial: %s is not possible here: %s", layout.strategy, error)
             continue
-        update = {"config": plan.config, "mlflow_run_id": plan.mlflow_run_id, "reasons": (*other.reasons, why)}
-        update |= {"idle_hosts": plan.idle_hosts, "ranking": (other.ranking[0], *left[number + 1 :])}
-        return other.model_copy(update=update)
+        return other.model_copy(update={"ranking": (other.ranking[0], *left[number + 1 :])})
     return None
 
 
 def without_compile(plan: RunPlan, *, inventory: Inventory, why: str) -> RunPlan:
     """Return a plan of the same run without compiled layers, in the same layout if that still fits."""
-    content = plan.config.model_dump(mode="json")
-    asked = plan.config.parallel.ranks if plan.config.parallel.ranks <= inventory.num_devices else 0
-    content["parallel"] |= {"precision": plan.pinned_precision, "ranks": asked}
+    content = _left_open(plan, hosts=inventory)
     content["train"]["compile"] = False
-    eager = _as_before(plan, content, lambda each: _planned_again(plan, each, inventory=inventory))
-    update = {"config": plan.config, "mlflow_run_id": plan.mlflow_run_id, "reasons": (*eager.reasons, why)}
-    update |= {"idle_hosts": (*eager.idle_hosts, *plan.idle_hosts)}  # a trial's hosts are the plan's
-    return eager.model_copy(update=update)
+    return _planned_again(plan, content, hosts=inventory, because=why, keep_layout=True)
 
 
-def _planned_again(plan: RunPlan, content: dict[str, Any], *, inventory: Inventory) -> RunPlan:
-    shards_dir = Path(plan.shards_dir)
-    return plan_run(
-        RunConfig.model_validate(content),
-        inventory=inventory,
-        run_id=plan.run_id,
-        shards=TokenShards.read(shards_dir / MANIFEST),
-        shards_dir=shards_dir,
-        steps_in_time=plan.steps_in_time,
-    )
-
-
-def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> RunPlan:
+def _planned_for(kept: RunPlan, hosts: Inventory, *, because: str, micro_batch: int = 0) -> RunPlan:
     """Return the run's plan for other hosts, in its earlier layout if possible. `micro_batch` 0: the largest."""
-    left_open, shards_dir = kept.config.model_dump(mode="json"), Path(kept.shards_dir)
-    asked = kept.config.parallel.ranks if kept.config.parallel.ranks <= inventory.num_devices else 0
-    left_open["parallel"] |= {"precision": kept.pinned_precision, "ranks": asked}
-    left_open["train"]["micro_batch"] = micro_batch
+    content = _left_open(kept, hosts=hosts)
+    content["train"]["micro_batch"] = micro_batch
     if not kept.compiled:  # a trial may have failed with compiled layers
-        left_open["train"]["compile"] = False
-    # other replicas need other shares
-    left_open["parallel"]["shares"] = "equal" if kept.config.parallel.shares == "equal" else "auto"
-    left_open["parallel"]["rebalance"] = kept.config.parallel.rebalance
+        content["train"]["compile"] = False
+    if kept.config.parallel.shares != "equal":  # other replicas need other shares
+        content["parallel"]["shares"] = "auto"
+    had_one = kept.config.parallel.strategy == "auto" and kept.strategy == "single" and hosts.num_devices > 1
+    return _planned_again(kept, content, hosts=hosts, because=because, keep_layout=not had_one)
+
+
+def _left_open(kept: RunPlan, *, hosts: Inventory) -> dict[str, Any]:
+    """Return the content of the run's config with the plan's precision, and no more ranks than the hosts have."""
+    content = kept.config.model_dump(mode="json")
+    asked = kept.config.parallel.ranks if kept.config.parallel.ranks <= hosts.num_devices else 0
+    content["parallel"] |= {"precision": kept.pinned_precision, "ranks": asked}
+    return content
+
+
+def _as_chosen(kept: RunPlan, content: dict[str, Any], *, only: Container[str] | None = None) -> dict[str, Any]:
+    """Return the content of a config that asks for what the plan has chosen. `only`: in these fields; None: in all."""
+    return content | {
+        section: content[section] | {field: value for field, value in chosen.items() if only is None or field in only}
+        for section, chosen in kept.chosen.items()
+    }
+
+
+def _planned_again(
+    kept: RunPlan,
+    content: dict[str, Any],
+    *,
+    hosts: Inventory,
+    because: str = "",
+    keep_layout: bool = False,
+    config: RunConfig | None = None,
+) -> RunPlan:
+    """Return another plan of the same run, with `because` as its last reason.
+
+    `content`: of a config that asks for what shall stay. `keep_layout`: its LAYOUT_FIELDS stay too; if that is
+    impossible they are chosen again, and a reason says so. `config`: the run's from now on; None: it stays.
+    """
+    config, shards_dir = config or kept.config, Path(kept.shards_dir)
+    shards = TokenShards.read(shards_dir / MANIFEST)
 
     def planned(content: dict[str, Any]) -> RunPlan:
         return plan_run(
             RunConfig.model_validate(content),
-            inventory=inventory,
+            inventory=hosts,
             run_id=kept.run_id,
-            shards=TokenShards.read(shards_dir / MANIFEST),
+            shards=shards,
             shards_dir=shards_dir,
-            steps_in_time=kept.steps_in_time,
+            steps_in_time=steps_in_time(kept, config),
         )
 
-    if kept.config.parallel.strategy == "auto" and kept.strategy == "single" and inventory.num_devices > 1:
-        return planned(left_open)  # there was only one device before
-    return _as_before(kept, left_open, planned)
-
-
-def _as_before(kept: RunPlan, content: dict[str, Any], planned: Callable[[dict[str, Any]], RunPlan]) -> RunPlan:
-    """Return the plan with the run's LAYOUT_FIELDS; if that is impossible, a plan with other values, and a note."""
-    pinned = {
-        section: content[section] | {field: value for field, value in chosen.items() if field in LAYOUT_FIELDS}
-        for section, chosen in kept.chosen.items()
-    }
+    reasons = [because] if because else []
     try:
-        return planned(content | pinned)
+        plan = planned(_as_chosen(kept, content, only=LAYOUT_FIELDS) if keep_layout else content)
     except ValueError as error:
-        plan, why = planned(content), f"layout: chosen again, because the earlier one is not possible here: {error}"
-        return plan.model_copy(update={"reasons": (*plan.reasons, why)})
+        if not keep_layout:
+            raise
+        plan = planned(content)
+        reasons.insert(0, f"layout: chosen again, because the earlier one is not possible here: {error}")
+    return plan.model_copy(
+        update={
+            "config": config,
+            "mlflow_run_id": kept.mlflow_run_id,
+            "reasons": (*plan.reasons, *reasons),
+            "idle_hosts": (*plan.idle_hosts, *(host for host in kept.idle_hosts if host not in plan.hosts)),
+        }
+    )
 
 
 def _layout(plan: RunPlan) -> dict[str, int]:

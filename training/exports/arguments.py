@@ -1,4 +1,4 @@
-"""Arguments of a class's forward pass that not all classes, or releases of transformers, have alike."""
+"""Arguments of a class's forward pass that not all classes have alike."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 def cache_argument(forward: Callable[..., Any]) -> str:
     """Return by which argument a class's `forward` takes its cache, and under which name it returns it; empty if it has
-    none. transformers 5.24 renamed past_key_values to cache.
+    none.
     """
-    names = inspect.signature(forward).parameters
-    return next((name for name in ("cache", "past_key_values") if name in names), "")
+    return "cache" if "cache" in inspect.signature(forward).parameters else ""
 
 
 def logits_only(model: Any) -> dict[str, bool]:

@@ -286,8 +286,10 @@ def quantize(model: Any, *, precision: str) -> None:
 
     int8: weights have one scale per column, inputs one per token, and products are sums of integers. So a token's
     logits do not depend on other tokens in its batch, unlike with ONNX Runtime's quantize_dynamic, which gives all
-    tokens of a step one scale. int4: ONNX Runtime's own quantizer rounds weights in blocks. Embedding and head have 8
-    bits in both; if they are tied, the file holds them once.
+    tokens of a step one scale. MatMulNBits with 8 bits would halve the rounding's error and take 0.8 to 0.9 of a single
+    row's time, but 1.2 to 1.6 times as long for 16 rows, 1.6 to 2.8 times for a prompt of 128 tokens, and a file 13 to
+    39% larger (4M and 94M Llama, one core with VNNI). int4: ONNX Runtime's own quantizer rounds weights in blocks.
+    Embedding and head have 8 bits in both; if they are tied, the file holds them once.
     """
     graph = model.graph
     model.opset_imports[MICROSOFT] = 1

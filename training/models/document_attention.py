@@ -9,7 +9,6 @@ sequences on CPUs, for GPUs with neither, and for attention with dropout, which 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -26,8 +25,6 @@ UNMASKED = "by_document_unmasked"  # … for models of which transformers makes 
 TOKENS = 2  # the dimension of tokens in [batch, heads, context, head width]
 # FlashAttention needs this compute capability, and heads of at most this width, a multiple of 8.
 FLASH_CAPABILITY, FLASH_HEAD_WIDTH = (8, 0), 256
-# Before torch 2.12, varlen_attn needed as many key heads as query heads.
-HAS_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 # On CPUs each document's call takes 0.1 ms, forward and backward; with a dense mask, 64 tokens take 0.4 ms. Both ways
 # take equal time at about 200 tokens; at 512, calls take half the time of a dense mask (4 heads of 64, one thread).
@@ -46,7 +43,7 @@ def way_to_attend(
         return "by document" if context >= CPU_CONTEXT else "dense"
     if device.type != "cuda":
         return "dense"
-    if HAS_VARLEN and has_flash(device, dtype, head_width=head_width):
+    if has_flash(device, dtype, head_width=head_width):
         return "varlen"
     return "flex" if compiled else "dense"
 

@@ -14,7 +14,6 @@ from tests.support.plain_torch import LargestTensor
 from training.models import document_attention
 from training.models.document_attention import (
     CPU_CONTEXT,
-    HAS_VARLEN,
     attend,
     document_blocks,
     document_bounds,
@@ -97,8 +96,6 @@ def test_each_way_sees_what_a_dense_mask_lets_through(pieces: list[slice], causa
 
     On a GPU: varlen's kernel, and flex_attention compiled, which on CPUs has no backward pass.
     """
-    if device == "cuda" and way == "bounds" and not HAS_VARLEN:
-        pytest.skip("this torch's varlen_attn takes no fewer key/value heads than heads")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     take = functools.partial(_taken, pieces=pieces)
     documents = documents_of().to(device)
@@ -132,7 +129,7 @@ def _taken(whole: Tensor, pieces: list[slice]) -> Tensor:
 @pytest.mark.parametrize(
     ("capability", "dtype", "options", "way"),
     [
-        ((9, 0), torch.bfloat16, {}, "varlen" if HAS_VARLEN else "dense"),
+        ((9, 0), torch.bfloat16, {}, "varlen"),
         ((9, 0), torch.bfloat16, {"dropout": True}, "dense"),
         ((9, 0), torch.float32, {}, "dense"),
         ((9, 0), torch.float32, {"compiled": True}, "flex"),
