@@ -16,10 +16,10 @@ class InferenceConfig(Section):
 
     engine: Literal["auto", "onnx", "torch", "vllm"] = Field(
         "auto",
-        description="Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: PyTorch processes. "
-        "vllm: the program `vllm`, on GPUs, or on the CPU if it is a build for CPUs. auto: with GPUs vllm if its "
-        "build for GPUs is on PATH, else torch; without GPUs torch if `parallel` is set or the export has no graph "
-        "that decodes, else onnx.",
+        description="Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: one process "
+        "of transformers, for any class. vllm: the program `vllm`, on GPUs, or on the CPU if it is a build for CPUs. "
+        "auto: vllm if `parallel` is set; with GPUs vllm if its build for GPUs is on PATH, else torch; without GPUs "
+        "torch if the export has no graph that decodes, else onnx.",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = Field(
         "auto",
@@ -29,7 +29,8 @@ class InferenceConfig(Section):
     )
     parallel: Literal["none", "data", "tensor", "pipeline"] = Field(
         "none",
-        description="How several devices share the model. none: one device. data: each device holds a copy and "
+        description="How several devices share the model, in evaluation and in vLLM. none: one device. data: each "
+        "device holds a copy and "
         "serves part of the prompts. tensor: each matrix is split. pipeline: the layers are "
         "distributed.",
     )
