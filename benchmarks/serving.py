@@ -10,8 +10,8 @@ The other servers are what one would use without Shardline: OpenVINO GenAI's con
 Runtime GenAI behind FastAPI, in fp32 and with int8 weights (`pip install 'shardline[benchmark]'`; those that are not
 installed, or cannot run the model, are reported and left out); for the 4M model also `transformers serve` (its
 --continuous-batching ends the process at the first request on a CPU, transformers 5.23), a pipeline behind FastAPI and,
-without --quick, `mlflow models serve` of MLflow's transformers flavour. Without --quick Shardline's torch engine, and
-its pyfunc in `mlflow models serve`, are measured too, but not compared with the others.
+without --quick, `mlflow models serve` of MLflow's transformers flavour. Without --quick Shardline's pyfunc in `mlflow
+models serve` is measured too, but not compared with the others.
 The last line is one JSON object: `tokens_per_s` and `p95_ms` by model, server and clients; `ratio_vs_best_other` by
 model and precision, and clients (tokens/s of `shardline serve` over those of the best of the others in that precision,
 the median over repetitions); `int8_vs_fp32` by model and clients (tokens/s of `shardline serve`);
@@ -49,7 +49,7 @@ START_S = 240
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
 MALFORMED = (b"{", b"\xff", b"[]", b'{"model": 1}', b'{"model": "x", "prompt": {"a": 1}, "temperature": "hot"}')
 OURS = "shardline serve"
-NO_OTHERS = ("shardline serve, torch", "mlflow models serve, our pyfunc")  # not compared with others
+PYFUNC = "mlflow models serve, our pyfunc"  # not compared with others
 TITLES = {"openvino": "OpenVINO GenAI", "ctranslate2": "CTranslate2", "genai": "ONNX Runtime GenAI"}
 
 
@@ -118,12 +118,10 @@ def contestants(folder: Path, *, size: str, quick: bool) -> list[Server]:
     ]
     if quick:
         return servers
-    torch_engine, pyfunc_name = NO_OTHERS
     return [
         *servers,
         Server("mlflow models serve", [*mlflow, str(folder / "transformers")], "/invocations", flavour),
-        Server(torch_engine, [*ours, *ref, "inference.engine=torch"], v1, completion, environment=home),
-        Server(pyfunc_name, [*mlflow, str(folder / "pyfunc")], "/invocations", pyfunc),
+        Server(PYFUNC, [*mlflow, str(folder / "pyfunc")], "/invocations", pyfunc),
     ]
 
 
@@ -285,7 +283,7 @@ def measure_model(folder: Path, *, size: str, quick: bool) -> dict[str, Any]:
         return round(statistics.median(ours / max(best) for ours, *best in rows), 2)
 
     def others(precision: str) -> list[str]:
-        names = [one.name for one in servers if one.precision == precision and one.name not in NO_OTHERS]
+        names = [one.name for one in servers if one.precision == precision and one.name != PYFUNC]
         return [name for name in names if not name.startswith(OURS)]
 
     speeds = {one.name: speeds[one.name] for one in servers}

@@ -18,7 +18,7 @@ OPENS = re.compile(
     r"|\"--uds\"|\"torch\.distributed\.run\"|TaskRunner\((cluster|init)_kwargs|\.listen\(\)"
 )
 # A Unix socket, or what the file in the table has opened.
-NO_PORT = {"tasks/inference/torch_ranks.py", "tasks/inference/vllm_process.py"}
+NO_PORT = {"tasks/inference/torch_engine.py", "tasks/inference/vllm_engine.py", "training/generate.py"}
 NO_PORT |= {"tasks/serving/server.py", "tasks/serving/connections.py"}
 SETTINGS = {"SHARDLINE_UID": "1", "SHARDLINE_GID": "1", "SHARDLINE_STACK": "/srv"}
 

@@ -1,118 +1,56 @@
-"""The program that generates text: `torchrun … -m training.generate decode.json`, on as many ranks as the plan says.
+"""The program that generates text with transformers: `python -m training.generate FOLDER --uds SOCKET --context N`.
 
-Requests come through the socket beside the plan, tokens go back as they are made; when the socket is closed, or its
-owner has died, all ranks leave. The ranks share one copy of the model, or have a copy and a connection each.
+It answers over a Unix socket with the part of vLLM's API that tasks/inference/completions_engine.py uses: /health, and
+/v1/completions with token IDs in and out.
 """
 
 from __future__ import annotations
 
-import datetime
+import argparse
 import json
 import logging
-import os
+import socketserver
 import sys
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from training.inference.continuous_batching import Batcher, DecodingSequence
-from training.inference.decode_ranks import PipelineRanks, SingleRank, TensorParallelRanks
-from training.inference.model_shard import ModelShard, WholeModel, is_admitted, load_shard, load_whole
-from training.inference.socket_channel import Channel
-from training.inference.steps import Idle, wire_size
-from training.records.decoding import (
-    CHANNEL,
-    CancelRequest,
-    DecodePlan,
-    DecodeRequest,
-    NewTokens,
-    RanksReady,
-    RequestRefused,
-)
+from training.inference.sampling import SamplingParams
+from training.inference.whole_model import Decoder, TokenChoice, decoder_of
+from training.models.pretrained import auto_class_of, load_pretrained
 from training.runtime.onednn import prefer_onednn
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = datetime.timedelta(minutes=10)  # for one step; torchrun notices a dead rank within a second
-HEARTBEAT_S = 60.0  # seconds between Idle steps to ranks that wait
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def main(plan_path: Path) -> None:
+def main(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    plan = DecodePlan.read(plan_path)
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if size != plan.degree:
-        raise ValueError(f"torchrun started {size} ranks, the plan has {plan.degree}: start it with that many")
-    device = _device(plan)
-    is_shared = plan.parallel in {"tensor", "pipeline"} and plan.degree > 1
-    if is_shared:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    precision, why = _precision(plan, device)
-    ranks = _load(plan, dtype=DTYPES[precision], device=device)
-    if is_shared:
-        dist.barrier()  # all have loaded
-    if is_shared and rank > 0:
-        assert isinstance(ranks, TensorParallelRanks | PipelineRanks)
-        ranks.follow()
-    else:
-        channel = Channel(plan_path.with_name(CHANNEL))
-        channel.send(RanksReady(rank=rank, device=str(device), precision=precision, why=why))
-        lead(ranks, channel, plan)
-    if is_shared:
-        dist.destroy_process_group()  # not by a rank that raised above: its peers still wait for it
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(options.threads)
+        prefer_onednn()
+    precision, why = _precision(options.precision, device)
+    model = load_pretrained(auto_class_of("causal"), Path(options.folder), dtype=DTYPES[precision]).eval().to(device)
+    decoder = decoder_of(model, context=options.context)
+    vocab_size = model.config.get_text_config().vocab_size
+    about = {"rows": decoder.rows, "device": str(device), "how": f"{precision} ({why}), {decoder.how}"}
+    with Server(options.uds, decoder, vocab_size=vocab_size, about=about) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        decoder.wait()
+    sys.exit("RuntimeError: no more texts can be decoded, for the reason above")
 
 
-def lead(ranks: SingleRank, channel: Channel, plan: DecodePlan) -> None:
-    """Serve requests until the channel is closed."""
-    batcher = Batcher(ranks, rows=plan.rows, context=plan.context)
-    vocab_size = _vocab_size(plan)
-    while not channel.closed:
-        messages = channel.receive(wait_s=HEARTBEAT_S if batcher.is_idle else 0)
-        if batcher.is_idle and not messages:
-            ranks.submit(Idle())
-        for message in messages:
-            if isinstance(message, CancelRequest):
-                batcher.cancel(message.number)
-            else:
-                _accept(message, batcher, channel, vocab_size=vocab_size)
-        new = batcher.advance()
-        if new.tokens or new.ended:
-            channel.send(new)
-    while batcher.in_flight:  # the other ranks have begun these steps
-        batcher.finish_step()
-    ranks.close()
-
-
-def _accept(request: DecodeRequest, batcher: Batcher, channel: Channel, *, vocab_size: int) -> None:
-    try:
-        sequence = DecodingSequence.start(request, vocab_size=vocab_size, context=batcher.context)
-    except ValueError as error:
-        channel.send(RequestRefused(number=request.number, why=str(error)))
-        return
-    if sequence.tokens_left > 0:
-        batcher.add(sequence)
-    else:
-        channel.send(NewTokens(ended=(request.number,)))
-
-
-def _device(plan: DecodePlan) -> torch.device:
-    if plan.device_kind == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        return device
-    torch.set_num_threads(plan.threads_per_rank)
-    prefer_onednn()
-    return torch.device("cpu")
-
-
-def _precision(plan: DecodePlan, device: torch.device) -> tuple[str, str]:
-    """Return the plan's precision, or the best that the device computes fast; and why."""
-    if plan.precision != "auto":
-        return plan.precision, "inference.precision"
+def _precision(wanted: str, device: torch.device) -> tuple[str, str]:
+    """Return the wanted precision, or the best that the device computes fast; and why."""
+    if wanted != "auto":
+        return wanted, "inference.precision"
     if device.type == "cpu":
         return "fp32", "on CPUs"
     capability = torch.cuda.get_device_capability(device)
@@ -120,29 +58,67 @@ def _precision(plan: DecodePlan, device: torch.device) -> tuple[str, str]:
     return chosen, f"compute capability {capability[0]}.{capability[1]}: bf16 from 8.0 on, fp16 from 7.0 on"
 
 
-def _load(plan: DecodePlan, *, dtype: torch.dtype, device: torch.device) -> SingleRank:
-    """Load this rank's share of the model; return the rank that runs it."""
-    folder = Path(plan.folder)
-    if not is_admitted(folder):
-        return SingleRank(WholeModel(load_whole(folder, dtype=dtype).to(device), vocab_size=_vocab_size(plan)))
-    sizes = {"rows": plan.rows, "context": plan.context}
-    if plan.parallel == "tensor" and plan.degree > 1:
-        mesh = init_device_mesh(plan.device_kind, (plan.degree,), mesh_dim_names=("tp",))
-        model = load_shard(folder, dtype=dtype, tensor=mesh).to(device)
-        shard = ModelShard(model, batches=1, first=True, last=True, **sizes)
-        return TensorParallelRanks(shard, wire_size=wire_size(**sizes), vocab_size=_vocab_size(plan))
-    if plan.parallel == "pipeline" and plan.degree > 1:
-        stage = (dist.get_rank() - 1) % plan.degree
-        model = load_shard(folder, dtype=dtype, stage=stage, stages=plan.degree).to(device)
-        shard = ModelShard(model, batches=plan.degree, first=stage == 0, last=stage == plan.degree - 1, **sizes)
-        return PipelineRanks(shard, wire_size=wire_size(**sizes))
-    model = load_shard(folder, dtype=dtype).to(device)
-    return SingleRank(ModelShard(model, batches=1, first=True, last=True, **sizes))
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads, request_queue_size = True, 128
+
+    def __init__(self, path: str, decoder: Decoder, *, vocab_size: int, about: dict[str, Any]) -> None:
+        self.decoder, self.vocab_size, self.about = decoder, vocab_size, about
+        super().__init__(path, Handler)
 
 
-def _vocab_size(plan: DecodePlan) -> int:
-    return int(json.loads((Path(plan.folder) / "config.json").read_text())["vocab_size"])
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *arguments: Any) -> None:
+        """Log nothing: the server that asks has logs of its own."""
+
+    def do_GET(self) -> None:
+        self._answer(200, self.server.about)
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        ids, vocab_size = asked["prompt"], self.server.vocab_size
+        if not ids or not all(0 <= token < vocab_size for token in ids):
+            why = (
+                f"the prompt has token IDs from {min(ids, default=None)} to {max(ids, default=None)}, but the model "
+                f"has {vocab_size} tokens: use the tokenizer in the model's own folder"
+            )
+            return self._answer(400, {"error": {"message": why}})
+        random = np.random.default_rng(asked["seed"])
+        random.bit_generator.advance(asked["made"])  # type: ignore[attr-defined]  # one number was drawn for each
+        choice = TokenChoice(SamplingParams(asked["temperature"], asked["top_k"], asked["top_p"]), random)
+        self.send_response(200)
+        self.end_headers()
+        with suppress(OSError):  # the client has left, which ends the text
+            try:
+                self.server.decoder.decode(
+                    ids, choice, new_tokens=asked["max_tokens"], end_ids=asked["stop_token_ids"], emit=self._emit
+                )
+                self._send({"choices": [{"finish_reason": "length"}]})
+                self.wfile.write(b"data: [DONE]\n\n")
+            except OSError:
+                raise
+            except Exception as error:
+                logger.exception("a text ended with an error")
+                self._send({"error": {"message": f"{type(error).__name__}: {error}", "code": 500}})
+
+    def _emit(self, token: int) -> None:
+        self._send({"choices": [{"token_ids": [token]}]})
+
+    def _send(self, event: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+    def _answer(self, status: int, content: dict[str, Any]) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--uds", required=True)
+    parser.add_argument("--context", type=int, required=True)
+    parser.add_argument("--precision", choices=["auto", *DTYPES], default="auto")
+    parser.add_argument("--threads", type=int, default=1)
+    main(parser.parse_args())

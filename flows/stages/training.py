@@ -73,6 +73,7 @@ from training.records.record import write_atomically
 from training.records.results import EvalReport, ExportedModel, LatencyReport, PrecisionQuality, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
+from training.tracking.rows import SAMPLES, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -426,7 +427,10 @@ def show_verdict(model: RegisteredModel) -> RegisteredModel:
 
 @stage("Generate from the registered model")
 def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
-    """Return text of the version, as `shardline generate` makes it; "" if no engine can open it on this machine."""
+    """Return text of the version, as `shardline generate` makes it.
+
+    If no engine can open it on this machine, return the newest sample of its training; "" if there is none.
+    """
     if plan.config.objective == "masked":
         return ""
     wanted = plan.config.evaluation
@@ -443,4 +447,5 @@ def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
                 )
         except (ValueError, RuntimeError) as error:
             logger.warning("%s/%d is registered, but made no text here: %s", model.name, model.version, error)
-            return ""
+    newest = next(reversed(read_rows(run.folder / SAMPLES)), {"prompt": "", "text": ""})
+    return str(newest["prompt"] + newest["text"])

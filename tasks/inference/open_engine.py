@@ -1,4 +1,4 @@
-"""Chooses and opens the engine that generates text from an export: ONNX Runtime, torch ranks, or vLLM."""
+"""Chooses and opens the engine that generates text from an export: ONNX Runtime, vLLM, or transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tasks.hardware.machine import Gpu, gpus_here
 from tasks.inference.engine import Engine
 from tasks.inference.onnx_batching import BatchedGenerator
 from tasks.inference.onnx_generator import TextGenerator, has_graph
-from tasks.inference.vllm_process import is_for_gpus
+from tasks.inference.torch_engine import TorchEngine
+from tasks.inference.vllm_engine import INSTALL_VLLM, VllmEngine, is_for_gpus
 from training.config.serving import InferenceConfig
 from training.records.results import QUANTIZED, ExportedModel, LatencyReport
 from training.records.words import counted
@@ -25,7 +26,7 @@ TORCH_CURE = "install the extra `train` (for infra/serve.Dockerfile: --build-arg
 def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None, *, rows: int = 1) -> Engine:
     """Return the engine for an export folder. `rows`: maximum number of texts that ONNX Runtime decodes at a time.
 
-    Raises ValueError if no engine can run as `inference` says, RuntimeError if torch's ranks or vLLM do not start.
+    Raises ValueError if no engine can run as `inference` says, RuntimeError if torch or vLLM does not start.
     """
     inference, folder = inference or InferenceConfig(), Path(export_dir)
     precision, why_precision = choose_precision(folder, inference)
@@ -38,12 +39,8 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
     )
     logger.info("engine: %s (%s)", name, why)
     if name == "vllm":
-        from tasks.inference.vllm_engine import VllmEngine
-
         return VllmEngine(export_dir, inference)
     if name == "torch":
-        from tasks.inference.torch_engine import TorchEngine
-
         return TorchEngine(export_dir, inference)
     logger.info("precision: %s (%s)", precision, why_precision)
     if has_graph(folder, precision) and not has_graph(folder, precision, in_place=True):
@@ -87,13 +84,14 @@ def choose_engine(
 
     `has_vllm`: whether a vLLM that computes on GPUs is installed.
     """
-    if inference.engine == "onnx" and inference.parallel != "none":
+    if inference.engine in {"onnx", "torch"} and inference.parallel != "none":
         raise ValueError(
-            f"inference.parallel = {inference.parallel} needs the torch engine: set inference.engine=torch or auto"
+            f"inference.parallel = {inference.parallel}: of the engines only vLLM uses several devices, "
+            f"{inference.engine} does not: set inference.engine=vllm; {INSTALL_VLLM}"
         )
     if inference.engine == "onnx" and inference.precision == "bf16":
         raise ValueError("inference.precision = bf16: ONNX Runtime has no bf16, set fp32 or inference.engine=torch")
-    other = inference.engine if inference.engine in {"torch", "vllm"} else "torch" * (inference.parallel != "none")
+    other = inference.engine if inference.engine in {"torch", "vllm"} else "vllm" * (inference.parallel != "none")
     if other and inference.precision in QUANTIZED:
         raise ValueError(
             f"inference.precision = {inference.precision}: {other} cannot run this export's {inference.precision} "
@@ -118,7 +116,7 @@ def _preferred(
     if gpus and has_vllm:
         return "vllm", f"{found}, and vLLM's build for GPUs is on PATH"
     if inference.parallel != "none":
-        return "torch", f"inference.parallel = {inference.parallel}"
+        return "vllm", f"inference.parallel = {inference.parallel}"
     if inference.precision == "bf16":
         return "torch", "inference.precision = bf16"
     if not has_decode_graph:

@@ -1,69 +1,68 @@
-"""The vLLM engine: vLLM receives and returns token IDs; they become text here, as with every other engine.
+"""The vLLM engine: `vllm serve` runs an export behind our server.
 
-Requests follow https://docs.vllm.ai/en/v0.28.0/serving/online_serving/openai_compatible_server/ (the Completions API,
-its sampling and extra parameters) and https://docs.vllm.ai/en/latest/features/structured_outputs/ (0.12 or newer). In
-tests tests/support/vllm_stand_in.py answers them, and in tests/vllm vLLM itself.
+This code follows the documentation of vLLM 0.30 and was run with its build for CPUs 0.32.0, not on GPUs:
+- its options: https://docs.vllm.ai/en/v0.30.0/cli/serve/ (--uds, --structured-outputs-config and the others below)
+- its usage reports: https://docs.vllm.ai/en/latest/usage/usage_stats/ (VLLM_NO_USAGE_STATS)
+- why it has no API key: https://docs.vllm.ai/en/v0.28.0/serving/online_serving/openai_compatible_server/ says that
+  --api-key leaves some paths open. Instead the socket is in a folder that only this user may enter.
+In tests tests/support/vllm_stand_in.py stands in for it, and in tests/vllm it runs itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import logging
+import re
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.inference.onnx_generator import (
-    Grammars,
-    Sampling,
-    TextStream,
-    TokenLogprob,
-    open_export,
-    shortened,
-)
-from tasks.inference.vllm_process import MODEL, Reply, VllmProcess
+from tasks.hardware.machine import gpus_here
+from tasks.inference.completions_engine import MODEL, CompletionsEngine, completion_request, read_logprobs
+from tasks.inference.engine_process import EngineProcess
+from tasks.inference.onnx_generator import Grammars, Sampling, TokenLogprob
 from training.config.serving import InferenceConfig
 from training.planner.reasons.checks import check_inference
 from training.tokenizer.text_encoder import check_tokens
 
+logger = logging.getLogger(__name__)
+
 MAX_TEMPERATURE = 2
-AS_ID = "token_id:"  # prefix of the tokens that vLLM writes with return_tokens_as_token_ids
+DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SIZES = {
+    "tensor": "--tensor-parallel-size",
+    "pipeline": "--pipeline-parallel-size",
+    "data": "--data-parallel-size",
+}
+INSTALL_VLLM = (
+    "install it in an environment of its own (`python -m venv ~/vllm && ~/vllm/bin/pip install vllm`; it needs other "
+    "versions of torch than Shardline) and put its bin folder on PATH"
+)
 
 
-class VllmEngine:
+class VllmEngine(CompletionsEngine):
     """Runs an export folder in vLLM. Equal settings and seeds give equal text, but not that of the other engines."""
 
+    grammars: Grammars
     concurrent = 256  # requests that vLLM decodes at the same time, by its default on most GPUs
 
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
-        self.context, self.end_ids, self.encoder = open_export(folder)
-        self.tokenizer = self.encoder.tokenizer
-        self.grammars = Grammars(self.tokenizer, self.end_ids[0])
+        super().__init__(folder)
+        self.longest, self.grammars = self.context, Grammars(self.tokenizer, self.end_ids[0])
         check_inference(folder, inference)
-        self.vllm = VllmProcess(folder, inference, context=self.context)
+        program = find_vllm(inference)
+        self.process = EngineProcess(
+            "vLLM",
+            lambda path: command_for(program, folder.absolute(), inference, context=self.context, path=path),
+            environment={"VLLM_NO_USAGE_STATS": "1"},
+        )
+        if inference.precision == "auto":
+            _log_precision(self.process.log_path.read_text(errors="replace"))
 
-    @property
-    def ready(self) -> bool:
-        return self.vllm.ready
-
-    def wait_ready(self, timeout_s: float) -> bool:
-        return self.vllm.wait_ready(timeout_s)
-
-    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> str:
-        return self.stream(prompt, **sampling).read()
-
-    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> TextStream:
-        """Start a text, like TextGenerator.stream; also raises EngineDied, in this call or during reading."""
-        params = Sampling(**sampling)
+    def check(self, params: Sampling, prompt_tokens: int) -> None:
         check_tokens(self.tokenizer, params.logit_bias)
-        prompt_ids = self.encoder.encode(prompt) or [self.end_ids[0]]
-        self._check(params, len(prompt_ids))
-        new_ids = NewIds(self, prompt_ids, params)
-        stream = TextStream(self.tokenizer, prompt_ids, new_ids, params)
-        stream.logprobs = new_ids.logprobs
-        return stream
-
-    def _check(self, params: Sampling, prompt_tokens: int) -> None:
-        """Raise ValueError for requests that vLLM would not handle as our documentation says."""
         if params.temperature > MAX_TEMPERATURE:
             raise ValueError(f"temperature = {params.temperature:g}: vLLM takes {MAX_TEMPERATURE} at most")
         if params.grammar and params.logprobs is not None:
@@ -89,108 +88,61 @@ class VllmEngine:
         if not ids:
             return []
         body = completion_request(ids, Sampling(new_tokens=0, temperature=0, logprobs=top), end_ids=self.end_ids)
-        content: Any = self.vllm.open(body | {"echo": True, "stream": False}).whole()
-        return _scored(content["choices"][0], ids, top=top)
-
-    def close(self) -> None:
-        self.vllm.close()
+        content: Any = self.process.open(body | {"echo": True, "stream": False}).whole()
+        return read_logprobs(content["choices"][0], ids, top=top)
 
 
-def completion_request(
-    ids: Sequence[int], params: Sampling, *, end_ids: Sequence[int], made: int = 0
-) -> dict[str, Any]:
-    """Return the body of a request to continue `ids`. `made`: the number of new tokens that were generated before.
-
-    Stop texts are not sent: they may span several tokens, and only this process decodes tokens to text.
-    """
-    body: dict[str, Any] = {
-        "model": MODEL,
-        "prompt": list(ids),
-        "stream": True,
-        "return_token_ids": True,
-        "max_tokens": params.new_tokens - made,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,  # 0 means all tokens, in vLLM too
-        "seed": (params.seed + made) % 2**63,
-        "ignore_eos": not params.stop_at_end,
-        "stop_token_ids": list(end_ids) if params.stop_at_end else [],
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-    }
-    if params.logit_bias:
-        body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
-    if params.logprobs is not None:
-        body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}
-    if params.grammar:
-        body["structured_outputs"] = dict(params.grammar)
-    return body
+def find_vllm(inference: InferenceConfig) -> str:
+    """Return the path of `vllm`. Raises ValueError, with the cure, if the program or its devices are missing."""
+    if not (program := shutil.which("vllm")):
+        raise ValueError(
+            "inference.engine = vllm and inference.parallel need vLLM, and there is no program `vllm` on PATH: "
+            f"{INSTALL_VLLM}"
+        )
+    if not is_for_gpus(program):
+        return program  # on a CPU, as its user built it
+    if not (gpus := gpus_here()):
+        raise ValueError(
+            "vLLM needs a GPU, and none is visible here (`nvidia-smi -L` lists them, "
+            "CUDA_VISIBLE_DEVICES hides them): on a CPU serve with inference.engine=onnx, or install vLLM's build for "
+            "CPUs as docs/inference.md says"
+        )
+    if inference.degree > len(gpus):
+        raise ValueError(f"inference.degree = {inference.degree}, but {len(gpus)} GPUs are visible: lower it")
+    return program
 
 
-class NewIds(Iterator[int]):
-    """Iterates over the token IDs of one text as they arrive; `close` cancels the text, from any thread.
-
-    vLLM ends a text when the context is full. Then another request continues from the last half of the context, as the
-    other engines do.
-    """
-
-    def __init__(self, engine: VllmEngine, prompt_ids: list[int], params: Sampling) -> None:
-        self.engine, self.params = engine, params
-        self.logprobs: list[TokenLogprob] = []
-        self._closed, self._made = False, 0
-        self._seen = prompt_ids[-(engine.context - 1) :]  # vLLM needs room for one new token
-        self._reply = self._open() if params.new_tokens else None
-        self._tokens = self._follow()
-
-    def __next__(self) -> int:
-        return next(self._tokens)
-
-    def close(self) -> None:
-        self._closed = True
-        if self._reply:
-            self._reply.cancel()
-
-    def __del__(self) -> None:  # cancels a text that nobody read to its end
-        if getattr(self, "_reply", None):
-            self.close()
-
-    def _open(self) -> Reply:
-        body = completion_request(self._seen, self.params, end_ids=self.engine.end_ids, made=self._made)
-        body["max_tokens"] = min(body["max_tokens"], self.engine.context - len(self._seen))
-        reply = self.engine.vllm.open(body)
-        if self.params.grammar:
-            reply.wait_accepted()
-        return reply
-
-    def _follow(self) -> Iterator[int]:
-        while self._reply and not self._closed:
-            reason = None
-            while (event := self._reply.next_event()) is not None:
-                choice: Any = next(iter(event["choices"]), None)  # type: ignore[call-overload]
-                if choice is None:  # an event with the usage only
-                    continue
-                reason = choice.get("finish_reason") or reason
-                ids = choice.get("token_ids") or []
-                if self.params.logprobs is not None:
-                    self.logprobs += _scored(choice, ids, top=self.params.logprobs)
-                for token in ids:
-                    if token in self.engine.end_ids and self.params.stop_at_end:
-                        return
-                    self._made += 1
-                    self._seen.append(token)
-                    yield token
-            if reason != "length" or self._made >= self.params.new_tokens or self._closed:
-                return
-            self._seen = shortened(self._seen, self.engine.context)
-            self._reply = self._open()
+def is_for_gpus(program: str | None) -> bool:
+    """Return whether there is a vLLM and it computes on GPUs; the builds for CPUs have `cpu` in version or name."""
+    if not program:
+        return False
+    packages = Path(program).resolve().parents[1].glob("lib/python*/site-packages/vllm*.dist-info")
+    return not any("cpu" in folder.name for folder in packages)
 
 
-def _scored(choice: Any, ids: Sequence[int], *, top: int) -> list[TokenLogprob]:
-    """Return the log-probabilities in a choice, without tokens beyond the `top` likeliest, which vLLM may add."""
-    found = choice["logprobs"]
-    scored = []
-    for token, logprob, likeliest in zip(ids, found["token_logprobs"], found["top_logprobs"], strict=True):
-        of_ids = {int(name.removeprefix(AS_ID)): value for name, value in (likeliest or {}).items()}
-        ordered = sorted(of_ids.items(), key=lambda each: -each[1])[:top]
-        scored.append(TokenLogprob(token, logprob, tuple(ordered)))
-    return scored
+def command_for(program: str, export_dir: Path, inference: InferenceConfig, *, context: int, path: Path) -> list[str]:
+    """Return the command of `vllm serve`, with its socket at `path`."""
+    devices = [SIZES[inference.parallel], str(inference.degree)] if inference.parallel != "none" else []
+    # As in onnx_generator.py: grammars by llguidance, without spaces between values, which a model may write endlessly.
+    grammars = {"backend": "guidance", "disable_any_whitespace": True}
+    return [
+        *(program, "serve", str(export_dir)),
+        *("--uds", str(path)),
+        *("--served-model-name", MODEL),
+        *("--max-model-len", str(context)),
+        *("--dtype", DTYPES[inference.precision]),
+        *devices,
+        *("--gpu-memory-utilization", f"{inference.vllm_memory:g}"),
+        *("--generation-config", "vllm"),  # each request has all settings; none comes from the export's file
+        *("--load-format", "safetensors"),
+        *("--structured-outputs-config", json.dumps(grammars)),
+        "--disable-uvicorn-access-log",
+    ]
+
+
+def _log_precision(log: str) -> None:
+    """Log the precision that vLLM chose, because it computes with 16 bits where the weights have 32."""
+    cast = re.search(r"asting torch\.(\w+) to torch\.(\w+)", log)
+    if cast:
+        what = f"precision: {cast[2]} (vLLM's choice; the export's weights are {cast[1]})"
+        logger.warning("%s; set inference.precision=fp32 to compute in the weights' precision", what)

@@ -24,7 +24,6 @@ from tasks.inference.engine import EngineDied
 from tasks.serving.alias_follower import AliasFollower, ServedVersion
 from tasks.serving.bounds import RequestBody
 from tasks.serving.completions import ClientDisconnected, TextService, unless_disconnected
-from tasks.serving.kserve_api import add_kserve
 from tasks.serving.metrics import ServerMetrics
 from tasks.serving.middleware import FAILED, AdmissionControl, Refused, refusal, unknown_path, wrong_content_type
 from tasks.serving.openai_api import add_openai
@@ -88,7 +87,6 @@ def build_app(follower: AliasFollower, *, limits: ServingConfig) -> ASGIApp:
     _add_generate(app, follower, text)
     add_openai(app, follower, text)
     add_tokenizer(app, follower, text)
-    add_kserve(app, follower, text)
     _add_page(app, follower)
     _add_health(app, follower, metrics)
     admitted = AdmissionControl(app, follower=follower, limits=limits, metrics=metrics)
@@ -162,12 +160,10 @@ def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -
         return found | ({"versions": versions} if versions else {})
 
     @app.get("/health/live")
-    @app.get("/v2/health/live")
     async def live() -> Response:
         return Response()
 
     @app.get("/health/ready")
-    @app.get("/v2/health/ready")
     async def ready(request: Request) -> Response:
         """Return 200 if the engine is ready, else 503. While it loads or drains, the server accepts no connection."""
         if follower.served.engine.ready:

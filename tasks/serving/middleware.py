@@ -35,9 +35,8 @@ MAX_ERROR_CHARS = 2000  # it may name what a client sent
 MIN_UNFINISHED_BYTES = 2**26  # of bodies that have not come whole, or four of the largest
 SMALL_BODY_BYTES = 2**14  # a body that is parsed within a millisecond
 FAILED = "the server failed at this request: its log has the error"
-HEALTH = ("/health", "/v2/health")
-TEXT_PATHS = ("/generate", "/previous/generate", "/v1/completions", "/v1/chat/completions")  # and /v2/models/NAME/infer
-
+HEALTH = "/health"
+TEXT_PATHS = ("/generate", "/previous/generate", "/v1/completions", "/v1/chat/completions")
 
 # What the metrics will say of a request. A handler may set another code; TextService sets the version that it asks.
 OUTCOME: ContextVar[dict[str, Any]] = ContextVar("outcome")
@@ -61,8 +60,6 @@ def refusal(path: str, status: int, message: str, *, code: str | None = None) ->
     message = (
         message[:MAX_ERROR_CHARS].encode(errors="backslashreplace").decode()
     )  # half of a surrogate pair, as a client sent it
-    if path.startswith("/v2"):
-        return JSONResponse({"error": message}, status, headers=headers)
     if path == "/" or path.startswith(OWN_PATHS):
         return JSONResponse({"detail": message}, status, headers=headers)
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
@@ -139,7 +136,7 @@ class AdmissionControl:
         path = "/" + "/".join(part for part in path.split("/") if part)  # //v1/models/ means /v1/models
         scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
         app = self._refused(scope) or self._with_body
-        if path in TEXT_PATHS or path.endswith("/infer"):
+        if path in TEXT_PATHS:
             return await self._counted(app, scope, receive, send)
         await app(scope, receive, send)
 
@@ -165,7 +162,7 @@ class AdmissionControl:
         """Read the body, which may come in chunks, within serving.timeout_s; then handle the request."""
         path, body = scope["path"], bytearray()
         try:
-            if not await self._read(body, path, receive):
+            if not await self._read(body, receive):
                 return
         except Refused as why:
             body.clear()
@@ -178,7 +175,7 @@ class AdmissionControl:
 
         await self.app(scope, receive_whole, send)
 
-    async def _read(self, body: bytearray, path: str, receive: Receive) -> bool:
+    async def _read(self, body: bytearray, receive: Receive) -> bool:
         """Read the whole body; return False for a client that left. Raises Refused for one that cannot be taken."""
         try:
             async with asyncio.timeout_at(DEADLINE.get()) as limit:
@@ -198,7 +195,7 @@ class AdmissionControl:
                             await asyncio.sleep(0)
         except TimeoutError:
             raise self._late(len(body), given_up=limit.when() == 0) from None
-        if not path.endswith("/infer") and (parts := num_parts(body)) > MAX_PARTS:
+        if (parts := num_parts(body)) > MAX_PARTS:
             raise Refused(400, f"the body has {parts} lists, objects and fields: at most {MAX_PARTS} are accepted")
         return True
 

@@ -1,4 +1,4 @@
-"""The whole story where no ONNX graph decodes: FINISHED, champion, and its text by torch ranks at every place."""
+"""The whole story where no ONNX graph decodes: FINISHED, champion, and its text by transformers at every place."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_model_that_is_too_large_for_onnx_is_champion_and_makes_text_at_every_
     assert outcome["serve"].endswith("serve verses@champion")
 
 
-def test_where_no_engine_can_open_the_version_the_run_has_no_text_and_a_warning(
+def test_where_no_engine_can_open_the_version_the_run_shows_its_newest_sample_and_a_warning(
     user_folder: UserFolder,
     too_large: tuple[dict[str, Any], ExportedModel],
     monkeypatch: pytest.MonkeyPatch,
@@ -87,7 +87,12 @@ def test_where_no_engine_can_open_the_version_the_run_has_no_text_and_a_warning(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
     run = read_run(too_large[0]["run_id"])
     model = RegisteredModel(name="verses", version=1, alias="champion", verdict="")
-    assert unwrap(generate)(read_plan(run.folder), run, model) == ""
+    plan = read_plan(run.folder)
+    (run.folder / "samples.jsonl").unlink(missing_ok=True)
+    assert unwrap(generate)(plan, run, model) == ""
+    rows = [{"step": step, "prompt": "the ", "text": text} for step, text in ((2, "old"), (4, "new"))]
+    (run.folder / "samples.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert unwrap(generate)(plan, run, model) == "the new"
     assert "verses/1 is registered, but made no text here: the torch engine is needed (the export has no" in caplog.text
 
 

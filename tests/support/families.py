@@ -56,8 +56,6 @@ from tests.support.tiny_configs import (
 )
 from training.facts.families import TABLE, Ability, can
 from training.facts.model_config import read_settings
-from training.inference.model_shard import ModelShard
-from training.inference.steps import Extend, Prefill
 from training.models import document_attention, hugging_face
 from training.models.document_attention import attend_by_document
 from training.models.init_weights import FreshWeights
@@ -77,7 +75,7 @@ ALL, PAIR = range(4), range(2)
 CHECKS = {  # the ranks of each check: those that need one rank run beside each other
     **dict.fromkeys(("alone", "documents"), ALL),
     **dict.fromkeys(("pp", "tp", "pp_tp", "sp", "cp"), PAIR),
-    **dict.fromkeys(("fresh", "cached"), range(2, 3)),
+    "fresh": range(2, 3),
     "compile": range(3, 4),
     "fsdp_tp_pp": ALL,
 }
@@ -331,25 +329,6 @@ class Admission:
         for (name, one), (_, other) in zip(bare.named_buffers(), initialized.named_buffers(), strict=True):
             if name not in saved and not torch.equal(one, other):
                 return f"its {name} is set only when weights are initialized"
-        return None
-
-    @torch.no_grad()
-    def cached(self) -> str | None:
-        """Whether decoding with our cache gives the class's logits, further than a window reaches."""
-        if type(self.whole.hf).__name__.endswith("ForMaskedLM"):
-            return "it predicts masked words"
-        model = self.whole.model(own_attention=True)
-        keep_stages(model, {0: range(LAYERS)}, last=0)
-        shard = ModelShard(model, batches=1, rows=1, context=CONTEXT, first=True, last=True)
-        ids = self.whole.ids[:1]
-        wanted = copy.deepcopy(self.whole.hf)(input_ids=ids).logits[0]
-        for place in range(CONTEXT // 2, CONTEXT):
-            if place == CONTEXT // 2:
-                got = shard.run(Prefill(batch=0, row=0, ids=tuple(ids[0, : place + 1].tolist())))
-            else:
-                got = shard.run(Extend(batch=0, tokens=(int(ids[0, place]),), positions=(place,)))
-            if not torch.allclose(got[0], wanted[place], rtol=1e-3, atol=1e-4):
-                return "with our cache its logits differ"
         return None
 
     def compile(self) -> str | None:

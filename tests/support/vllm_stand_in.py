@@ -1,7 +1,7 @@
 """`vllm serve` for tests: a process with the part of vLLM's command line and HTTP API that Shardline uses.
 
-It follows the pages that tasks/inference/vllm_process.py and vllm_engine.py name, and refuses every option and field
-that it does not know. Its model is the export's own, by ONNX Runtime, so that its text can be compared.
+It follows the pages that vllm_engine.py and completions_engine.py name, and refuses every option and field that it does
+not know. Its model is the export's own, by ONNX Runtime, so that its text can be compared.
 """
 
 from __future__ import annotations

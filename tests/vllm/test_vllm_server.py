@@ -20,9 +20,9 @@ import httpx
 import psutil
 import pytest
 
+from tasks.inference.engine_process import UnixConnection
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.inference.open_engine import open_engine
-from tasks.inference.vllm_process import UnixConnection
 from tests.support.made_once import made_once
 from tests.support.mlflow_store import Store, new_store
 from tests.support.repository import REPO
@@ -221,7 +221,7 @@ def test_two_tensor_ranks_make_the_text_of_one(store: Store, monkeypatch: pytest
 
 
 def test_it_says_that_vllm_casts_fp32_weights_by_itself(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("WARNING", "tasks.inference.vllm_process")
+    caplog.set_level("WARNING", "tasks.inference.vllm_engine")
     engine = open_engine(store.exported / "export", InferenceConfig.model_validate(SETTINGS | {"precision": "auto"}))
     try:
         said = "precision: bfloat16 (vLLM's choice; the export's weights are float32); set inference.precision=fp32"

@@ -15,9 +15,10 @@ class InferenceConfig(Section):
     """The engine and the devices that run a trained model."""
 
     engine: Literal["auto", "onnx", "torch", "vllm"] = "auto"
-    """Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: PyTorch processes. vllm: the program `vllm`, on
-    GPUs, or on the CPU if it is a build for CPUs. auto: with GPUs vllm if its build for GPUs is on PATH, else torch;
-    without GPUs torch if `parallel` is set or the export has no graph that decodes, else onnx.
+    """Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: one process of transformers, for any class.
+    vllm: the program `vllm`, on GPUs, or on the CPU if it is a build for CPUs. auto: vllm if `parallel` is set; with
+    GPUs vllm if its build for GPUs is on PATH, else torch; without GPUs torch if the export has no graph that decodes,
+    else onnx.
     """
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
     """Precision of weights and matrix products. auto: with onnx the fastest that the export measured and whose
@@ -25,8 +26,8 @@ class InferenceConfig(Section):
     choice. int8 and int4 need engine onnx.
     """
     parallel: Literal["none", "data", "tensor", "pipeline"] = "none"
-    """How several devices share the model. none: one device. data: each device holds a copy and serves part of the
-    prompts. tensor: each matrix is split. pipeline: the layers are distributed.
+    """How several devices share the model, in evaluation and in vLLM. none: one device. data: each device holds a copy
+    and serves part of the prompts. tensor: each matrix is split. pipeline: the layers are distributed.
     """
     degree: int = Field(1, ge=1, le=1024)
     """Number of devices to use. More than 1 needs `parallel`."""

@@ -15,8 +15,8 @@ TABLE = Path(__file__).with_name("families.json")
 
 # pp, tp, sp (sequence parallelism), cp: split over ranks. pp_tp: by both, where each alone is right; fsdp_tp_pp: with
 # each stage's pieces sharded by fsdp. documents: attend within documents. fresh: initial weights made layer by layer.
-# cached: decoded by ranks that share it, with our cache. compile: layers become one graph each.
-Ability = Literal["pp", "tp", "pp_tp", "fsdp_tp_pp", "sp", "cp", "documents", "fresh", "cached", "compile"]
+# compile: layers become one graph each.
+Ability = Literal["pp", "tp", "pp_tp", "fsdp_tp_pp", "sp", "cp", "documents", "fresh", "compile"]
 
 
 class Shape(Protocol):

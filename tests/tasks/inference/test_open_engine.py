@@ -35,11 +35,12 @@ def test_the_engine_follows_from_what_is_asked_for_and_from_the_gpus() -> None:
     assert chosen() == ("onnx", "no GPU is visible here")
     assert chosen(gpus=2) == ("torch", "2 GPUs: H100")
     assert chosen(gpus=2, engine="onnx")[0] == "onnx"
-    assert chosen(parallel="data", degree=2)[0] == "torch"
+    assert chosen(parallel="data", degree=2) == ("vllm", "inference.parallel = data")
     assert chosen(engine="torch")[0] == "torch"
     assert chosen(has_decode_graph=False)[0] == "torch"
-    with pytest.raises(ValueError, match=r"needs the torch engine: set inference\.engine=torch"):
-        chosen(engine="onnx", parallel="tensor", degree=2)
+    for engine in ("onnx", "torch"):
+        with pytest.raises(ValueError, match=rf"only vLLM uses several devices, {engine} does not.*pip install vllm"):
+            chosen(engine=engine, parallel="tensor", degree=2)
 
 
 def test_vllm_is_preferred_on_gpus_where_it_is_installed() -> None:
@@ -92,7 +93,7 @@ def test_the_fastest_precision_that_passed_serves_and_the_log_says_why(
         open_engine(folder, InferenceConfig(engine="onnx", precision="int4"))
     with pytest.raises(ValueError, match=r"inference.precision = int8: torch cannot run"):
         chosen(engine="torch", precision="int8")
-    with pytest.raises(ValueError, match=r"inference.precision = int8: torch cannot run"):
+    with pytest.raises(ValueError, match=r"inference.precision = int8: vllm cannot run"):
         chosen(parallel="data", degree=2, precision="int8")
 
 

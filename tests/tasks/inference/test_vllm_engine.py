@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from tasks.hardware.machine import Gpu
-from tasks.inference import vllm_process
+from tasks.inference import vllm_engine
+from tasks.inference.completions_engine import completion_request
 from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.inference.open_engine import choose_engine, open_engine
-from tasks.inference.vllm_engine import VllmEngine, completion_request
-from tasks.inference.vllm_process import command_for, is_for_gpus
+from tasks.inference.vllm_engine import VllmEngine, command_for, is_for_gpus
 from tests.support.vllm_stand_in import FAILS, LOG, install, noted, requests
 from tests.support.waiting import until
 from training.config.serving import InferenceConfig
@@ -31,7 +31,7 @@ VLLM = InferenceConfig(engine="vllm")
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stand-in on PATH, and a GPU; the file in which it notes what it is asked."""
     gpus = tuple(Gpu(name="H100", uuid=f"GPU-{number}", driver="580") for number in range(2))
-    monkeypatch.setattr(vllm_process, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(vllm_engine, "gpus_here", lambda: gpus)
     monkeypatch.setenv("PATH", f"{install(tmp_path)}:{os.environ['PATH']}")
     monkeypatch.setenv(LOG, str(tmp_path / "log"))
     return tmp_path / "log"
@@ -149,7 +149,7 @@ def test_it_is_cancelled_started_again_once_and_ended(engine: VllmEngine, log: P
     assert next(cancelled)
     cancelled.close()
     assert len(list(cancelled)) < 1000, "no more than what was under way"
-    folder = engine.vllm.folder
+    folder = engine.process.folder
 
     endless = engine.stream("x", new_tokens=10**6, stop_at_end=False)
     assert next(endless)
@@ -165,7 +165,7 @@ def test_it_is_cancelled_started_again_once_and_ended(engine: VllmEngine, log: P
     assert len(started) == 2
 
     os.kill(started[1], signal.SIGKILL)
-    until(lambda: engine.vllm.failed, "its end is seen")
+    until(lambda: engine.process.failed, "its end is seen")
     assert not engine.wait_ready(60)
     with pytest.raises(EngineDied, match="has ended twice"):
         engine.stream("x")
@@ -186,7 +186,7 @@ def test_its_command_and_environment_hold_no_secret_and_nothing_of_our_metrics(
     first = noted(log)[0]
     command = dict(zip(first["command"][2::2], first["command"][3::2], strict=False))
     assert first["command"][:2] == ["serve", str(exported_run / "export")]
-    assert Path(command["--uds"]).parent.name.startswith("shardline-vllm-")
+    assert Path(command["--uds"]).parent.name.startswith("shardline-engine-")
     assert command["--tensor-parallel-size"] == "2"
     assert command["--dtype"] == "bfloat16"
     assert command["--max-model-len"] == "32"
@@ -212,7 +212,7 @@ def test_what_is_missing_is_said_with_the_cure(
     )
     with pytest.raises(RuntimeError, match=r"vLLM did not start .exit code 1: RuntimeError: CUDA out of memory"):
         open_engine(export, VLLM)
-    monkeypatch.setattr(vllm_process, "gpus_here", lambda: ())
+    monkeypatch.setattr(vllm_engine, "gpus_here", lambda: ())
     with pytest.raises(ValueError, match=r"needs a GPU, and none is visible here .* serve with inference\.engine=onnx"):
         open_engine(export, VLLM)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -230,7 +230,7 @@ def test_a_build_for_cpus_is_taken_where_asked_and_never_chosen_for_gpus(
     assert is_for_gpus(program)
     (tmp_path / "lib" / "python3.11" / "site-packages" / "vllm-0.32.0+cpu.dist-info").mkdir(parents=True)
     assert not is_for_gpus(program)
-    monkeypatch.setattr(vllm_process, "gpus_here", lambda: ())
+    monkeypatch.setattr(vllm_engine, "gpus_here", lambda: ())
     engine = open_engine(exported_run / "export", VLLM)
     assert engine.generate("x", new_tokens=3)
     engine.close()

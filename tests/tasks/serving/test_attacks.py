@@ -48,16 +48,6 @@ def of(path: str, **fields: Any) -> bytes:
     return attack(path, packed({"model": "tiny", **fields}))
 
 
-def tensor(data: bytes) -> bytes:
-    """Empty strings, each of which has its length, 0, in four bytes."""
-    size = {"binary_data_size": len(data)}
-    content = packed(
-        {"inputs": [{"name": "prompt", "datatype": "BYTES", "shape": [len(data) // 4], "parameters": size}]}
-    )
-    made = attack("/v2/models/tiny/infer", content.encode() + data)
-    return made.replace(b"Host: 127.0.0.1", b"Host: 127.0.0.1\r\nInference-Header-Content-Length: %d" % len(content), 1)
-
-
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 KEYS, FEWER_KEYS = (dict.fromkeys(map(str, range(number))) for number in (70_000, 45_000))
 ATTACKS = {
@@ -79,8 +69,6 @@ ATTACKS = {
     "metadata of empty lists": of(COMPLETIONS, prompt="x", max_tokens=1, metadata=[[]] * 320_000),
     "wrong tokens": of("/detokenize", tokens=["a"] * 240_000),
     "wrong chats to tokenize": of("/tokenize", messages=[{}] * 320_000),
-    "tensors": attack("/v2/models/tiny/infer", json.dumps({"inputs": [{}] * 240_000})),
-    "strings of a tensor": tensor(bytes(900_000)),
     "depth": attack(COMPLETIONS, "[" * 990_000),
     "depth of objects": attack(COMPLETIONS, '{"a":' * 190_000),
     "a number": attack(COMPLETIONS, "1" * 990_000),

@@ -1,16 +1,11 @@
-"""Clients that others wrote: openai's for /v1/completions, Triton's for KServe v2; a real server in between."""
+"""A client that others wrote, openai's, for /v1/completions; a real server in between."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
-import httpx
-import numpy as np
 import openai
 import pytest
-from tritonclient import http as kserve
-from tritonclient.utils import InferenceServerException
 
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.registry.models import resolve
@@ -29,11 +24,6 @@ def address(champion: Store) -> Iterator[str]:
 @pytest.mark.slow
 def test_they_get_the_text_that_the_model_makes(champion: Store, address: str) -> None:
     generator = TextGenerator(resolve("tiny", tracking_uri=champion.uri).export_dir)
-    openai_client(address, generator)
-    kserve_client(address, generator)
-
-
-def openai_client(address: str, generator: TextGenerator) -> None:
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]
 
@@ -82,88 +72,3 @@ def openai_client(address: str, generator: TextGenerator) -> None:
         with pytest.raises(openai.BadRequestError, match=message) as refused:
             client.completions.create(**{"model": "tiny", "prompt": "x", "stream": True} | change)
         assert refused.value.type == "invalid_request_error"
-
-
-def kserve_client(address: str, generator: TextGenerator) -> None:
-    client = kserve.InferenceServerClient(address.removeprefix("http://"))
-    assert client.is_server_live()
-    assert client.is_server_ready()
-    assert client.is_model_ready("tiny", "1")
-    assert client.get_model_metadata("tiny")["inputs"] == [{"name": "prompt", "datatype": "BYTES", "shape": [-1]}]
-
-    prompts = ["größer, 中", "x"]
-    expected = [generator.generate(prompts[i], new_tokens=12, **SAMPLING | {"seed": 5 + i}) for i in range(2)]
-    for binary_in, binary_out in ((True, True), (True, False), (False, True), (False, False)):
-        given = kserve.InferInput("prompt", [2], "BYTES")
-        given.set_data_from_numpy(np.array([prompt.encode() for prompt in prompts], dtype=object), binary_in)
-        outputs = [kserve.InferRequestedOutput(name, binary_data=binary_out) for name in ("text", "tokens")]
-        result = client.infer(
-            "tiny", [given], outputs=outputs, request_id="7", parameters={"new_tokens": 12, **SAMPLING}
-        )
-        texts = [text if isinstance(text, str) else text.decode() for text in result.as_numpy("text")]
-        assert texts == expected
-        assert result.as_numpy("tokens").max() <= 12
-        assert result.get_response()["id"] == "7"
-        assert result.get_response()["model_version"] == "1"
-    everything = client.infer("tiny", [given], parameters={"new_tokens": 2})
-    assert {output["name"] for output in everything.get_response()["outputs"]} == {"text", "finish_reason", "tokens"}
-
-    with pytest.raises(InferenceServerException, match="no tiny version 2: it serves tiny version 1"):
-        client.infer("tiny", [given], model_version="2")
-    with pytest.raises(InferenceServerException, match=r"parameters.temperature: Input should be"):
-        client.infer("tiny", [given], parameters={"temperature": -1})
-    malformed_bodies(f"{address}/v2/models/tiny/infer")
-
-
-def malformed_bodies(url: str) -> None:
-    """Each is a client's mistake, and none becomes a prompt."""
-    tensor = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["x"]}
-    binary = {"name": "prompt", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 5}}
-    bodies = [
-        *(None, [], 7, "x", {}, {"inputs": None}, {"inputs": []}, {"inputs": {}}, {"inputs": [None]}),
-        *({"inputs": [tensor, tensor]}, {"inputs": [tensor], "parameters": []}, {"inputs": [tensor], "id": 7}),
-        *({"inputs": [tensor], "outputs": value} for value in ([7], ["text"], [{"name": "x"}], {"name": "text"})),
-        {"inputs": [tensor], "outputs": [{"name": "text", "parameters": {"binary_data": "yes"}}]},
-        {"inputs": [tensor], "parameters": {"binary_data_output": 1}},
-        *(
-            {"inputs": [tensor], "parameters": {name: value}}
-            for name in ("new_tokens", "seed")
-            for value in (True, "1", 1.5)
-        ),
-        {"inputs": [binary | {"data": ["x"]}]},
-        *({"inputs": [tensor | {"name": "x"}]}, {"inputs": [tensor | {"datatype": "FP32"}]}),
-        *(
-            {"inputs": [tensor | {"shape": shape}]}
-            for shape in (None, 1, [], [2], [-1], ["1"], [1.0], [True], [10**30], [0])
-        ),
-        *(
-            {"inputs": [tensor | {"data": data}]}
-            for data in (None, "x", [7], [7.5], [True], [None], [["x"], "x"], [[["x"]]], {})
-        ),
-        *(
-            {"inputs": [tensor | {"parameters": given}]}
-            for given in (7, {"binary_data_size": "5"}, {"binary_data_size": -1})
-        ),
-    ]
-    for body in bodies:
-        reply = httpx.post(url, json=body)
-        told = "must have one BYTES tensor named `prompt`" in reply.json().get("error", "")
-        assert (reply.status_code, told) == (400, True), f"{body}: {reply.text}"
-    head = json.dumps({"inputs": [binary], "parameters": {"new_tokens": 2}}).encode()
-    for header, content in (
-        ("x", head),
-        ("-1", head),
-        ("9999999", head),
-        (str(len(head)), head + b"\1\0\0\0"),
-        (str(len(head)), head + b"\2\0\0\0x"),
-        (str(len(head)), head + b"\1\0\0\0x!"),
-        (str(len(head)), head + b"\1\0\0\0\xff"),
-    ):
-        reply = httpx.post(url, content=content, headers={"Inference-Header-Content-Length": header})
-        assert reply.status_code == 400, f"{header}, {content[len(head) :]!r}: {reply.text}"
-    whole = head + b"\1\0\0\0x"
-    assert (
-        httpx.post(url, content=whole, headers={"Inference-Header-Content-Length": str(len(head))}).status_code == 200
-    )
-    for raw in (b"", b"{", b"\xff", b"[" * 100_000, b'{"inputs": "\\ud800"}'):
-        assert httpx.post(url, content=raw).status_code == 400

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 
 from tasks.serving.app import GenerateRequest, build_app
 from tasks.serving.bounds import MAX_FIELDS, MAX_PARTS, RequestBody, num_parts
-from tasks.serving.kserve_api import InferRequest
 from tasks.serving.middleware import AdmissionControl
 from tasks.serving.openai_requests import ChatRequest, CompletionRequest
 from tasks.serving.tokenizer_api import DetokenizeRequest, TokenizeRequest
@@ -36,8 +35,8 @@ def routes() -> Iterator[APIRoute]:
 
 
 def bodies() -> set[type[Any]]:
-    """The types that FastAPI makes of bodies, and KServe's, which is read by its route."""
-    return {route.body_field.field_info.annotation for route in routes() if route.body_field} | {InferRequest}
+    """The types that FastAPI makes of bodies."""
+    return {route.body_field.field_info.annotation for route in routes() if route.body_field}
 
 
 def parts(schema: Any) -> Iterator[dict[str, Any]]:
@@ -65,7 +64,7 @@ def unbounded(model: type[BaseModel]) -> list[str]:
 
 
 def test_every_list_and_object_of_a_request_has_a_bound() -> None:
-    known = {GenerateRequest, CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, InferRequest}
+    known = {GenerateRequest, CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest}
     assert bodies() == known
     assert {model.__name__: unbounded(model) for model in known} == {model.__name__: [] for model in known}
 
@@ -93,11 +92,6 @@ WRONG: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "unknown fields": (GenerateRequest, {f"a{number}": 1 for number in range(100_000)}),
     "unknown fields of a part": (CompletionRequest, {"response_format": {str(n): 1 for n in range(100_000)}}),
     "tokens": (DetokenizeRequest, {"tokens": ["a"] * 200_000}),
-    "tensors": (InferRequest, {"inputs": [{}] * 200_000}),
-    "strings of a tensor": (
-        InferRequest,
-        {"inputs": [{"name": "prompt", "datatype": "BYTES", "shape": [1], "data": [[0] * 99_000] * 3}]},
-    ),
 }
 
 

@@ -132,8 +132,9 @@ def of_vllm(export: Path, texts: list[str]) -> list[list[int]]:
             sent.append(body["prompt"])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tasks.inference.vllm_engine.VllmProcess", Noting)
-        engine = VllmEngine(export, InferenceConfig(engine="vllm"))
+        patch.setattr("tasks.inference.vllm_engine.EngineProcess", Noting)
+        patch.setattr("tasks.inference.vllm_engine.find_vllm", lambda inference: "vllm")
+        engine = VllmEngine(export, InferenceConfig(engine="vllm", precision="fp32"))
         for text in texts:
             engine.stream(text, new_tokens=1)
     return sent

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from mlflow.tracking import MlflowClient
 
 from tasks.hardware.machine import Gpu
-from tasks.inference import vllm_process
+from tasks.inference import vllm_engine
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.openai_requests import LABELS, ChatRequest, CompletionRequest
@@ -64,7 +64,7 @@ def served(champion: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[T
     log = champion.folder / "vllm"
     monkeypatch.setenv("PATH", f"{install(champion.folder)}:{os.environ['PATH']}")
     monkeypatch.setenv(LOG, str(log))
-    monkeypatch.setattr(vllm_process, "gpus_here", lambda: (Gpu(name="H100", uuid="GPU-0", driver="580"),))
+    monkeypatch.setattr(vllm_engine, "gpus_here", lambda: (Gpu(name="H100", uuid="GPU-0", driver="580"),))
     with served_here(champion, engine="vllm") as (client, follower):
         yield client, follower, log
 
@@ -148,9 +148,9 @@ def test_vllm_ends_with_a_server_that_is_killed(
     monkeypatch.setenv("PATH", f"{install(tmp_path)}:{os.environ['PATH']}")
     monkeypatch.setenv(LOG, str(log))
     code = (
-        "import sys, time\nfrom tasks.inference import open_engine, vllm_process\n"
+        "import sys, time\nfrom tasks.inference import open_engine, vllm_engine\n"
         "from training.config.serving import InferenceConfig\n"
-        "vllm_process.gpus_here = lambda: ('a GPU',)\n"
+        "vllm_engine.gpus_here = lambda: ('a GPU',)\n"
         "engine = open_engine.open_engine(sys.argv[1], InferenceConfig(engine='vllm'))\n"
         "print('ready', flush=True)\ntime.sleep(1000)"
     )

@@ -18,8 +18,8 @@ from tests.support.tiny_shards import VOCAB, MakeRun
 from training.checkpoint.load import weights_for
 from training.checkpoint.safetensors_files import TensorFiles
 from training.export import export_run
-from training.inference.model_shard import load_whole
 from training.models.language_model import build_model
+from training.models.pretrained import auto_class_of, load_pretrained
 from training.records.checkpoint import CheckpointManifest, WrittenFile, checkpoint_folder
 from training.records.model_state import listed, saved_shapes
 from training.records.plan import RunPlan
@@ -71,8 +71,9 @@ def program_of(family: str) -> str:
 
 
 def held_out_loss(plan_path: Path, folder: Path) -> float:
-    """The mean loss of the model that a server loads from a folder."""
-    return float(by_hand(plan_path, load_whole(folder, dtype=torch.float32))[0].mean())
+    """The mean loss of the model that a server loads from a folder, by transformers' own logits."""
+    model = load_pretrained(auto_class_of("causal"), folder, dtype=torch.float32)
+    return float(by_hand(plan_path, model)[0].mean())
 
 
 def trained_loss(plan_path: Path) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from training.config.parallel import Precision
 from training.config.run import RunConfig
 from training.config.serving import InferenceConfig
-from training.facts.families import Ability, types_counting_from_pad, why_not
+from training.facts.families import types_counting_from_pad, why_not
 from training.planner.chosen_layout import ChosenLayout
 from training.planner.model_shape import pad_id, shape_of_hf
 from training.records.inventory import Host
@@ -209,8 +209,7 @@ def check_inference(folder: Path, inference: InferenceConfig) -> None:
         return
     settings = dict(read_fields(folder / "config.json"))
     shape = shape_of_hf(settings, vocab_size=int(settings["vocab_size"]))
-    needed: tuple[Ability, ...] = ("tp" if inference.parallel == "tensor" else "pp", "cached")
-    if why := next(filter(None, (why_not(shape, ability) for ability in needed)), None):
+    if why := why_not(shape, "tp" if inference.parallel == "tensor" else "pp"):
         raise ValueError(
             f"models of type {shape.architecture} have no inference.parallel={inference.parallel}: {why}: set "
             "inference.parallel=data"

@@ -1,10 +1,6 @@
-"""Runs `vllm serve` as a child process: reaches it over a Unix socket, restarts it once, and ends it with this process.
+"""Runs an engine's program as a child process: asks it over a Unix socket, restarts it once, and ends it with this one.
 
-This code follows the documentation of vLLM 0.30 and was run with its build for CPUs 0.32.0, not on GPUs:
-- its options: https://docs.vllm.ai/en/v0.30.0/cli/serve/ (--uds, --structured-outputs-config and the others below)
-- its usage reports: https://docs.vllm.ai/en/latest/usage/usage_stats/ (VLLM_NO_USAGE_STATS)
-- why it has no API key: https://docs.vllm.ai/en/v0.28.0/serving/online_serving/openai_compatible_server/ says that
-  --api-key leaves some paths open. Instead the socket is in a folder that only this user may enter.
+The socket is in a folder that only this user may enter, so the program needs no port and no key.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ import http.client
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import socket
@@ -21,89 +16,33 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tasks.hardware.machine import gpus_here
 from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import GrammarFailed
 from tasks.workspace.processes import end_process
 from tasks.workspace.wait import until
-from training.config.serving import InferenceConfig
 from training.tracking.redaction import plain
 
 logger = logging.getLogger(__name__)
 
-MODEL = "model"  # what vLLM calls the version that it serves; clients see the registered name
 START_TIMEOUT_S = 1800.0  # vLLM compiles the model and captures graphs: minutes
 ANSWER_S = 5.0
 POLL_S = 0.1
 END_S = 20.0
 LAST_LINES = 15
-DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-SIZES = {
-    "tensor": "--tensor-parallel-size",
-    "pipeline": "--pipeline-parallel-size",
-    "data": "--data-parallel-size",
-}
-# Environment variables that vLLM does not get: with them it would require an API key, write to our metrics files, and
-# have secrets of services that it never calls.
+# Environment variables that the program does not get: with them vLLM would require an API key, write to our metrics
+# files, and have secrets of services that it never calls.
 OURS = ("VLLM_API_KEY", "PROMETHEUS_MULTIPROC_DIR", "MLFLOW_", "PREFECT_")
-
-
-def find_vllm(inference: InferenceConfig) -> str:
-    """Return the path of `vllm`. Raises ValueError, with the cure, if the program or its devices are missing."""
-    if not (program := shutil.which("vllm")):
-        raise ValueError(
-            "inference.engine = vllm: there is no program `vllm` on PATH. Install it in an environment of its own "
-            "(`pip install vllm`; it needs other versions of torch than Shardline) and put its bin folder on PATH"
-        )
-    if not is_for_gpus(program):
-        return program  # on a CPU, as its user built it
-    if not (gpus := gpus_here()):
-        raise ValueError(
-            "inference.engine = vllm needs a GPU, and none is visible here (`nvidia-smi -L` lists them, "
-            "CUDA_VISIBLE_DEVICES hides them): on a CPU serve with inference.engine=onnx, or install vLLM's build for "
-            "CPUs as docs/inference.md says"
-        )
-    if inference.degree > len(gpus):
-        raise ValueError(f"inference.degree = {inference.degree}, but {len(gpus)} GPUs are visible: lower it")
-    return program
-
-
-def is_for_gpus(program: str | None) -> bool:
-    """Return whether there is a vLLM and it computes on GPUs; the builds for CPUs have `cpu` in version or name."""
-    if not program:
-        return False
-    packages = Path(program).resolve().parents[1].glob("lib/python*/site-packages/vllm*.dist-info")
-    return not any("cpu" in folder.name for folder in packages)
-
-
-def command_for(program: str, export_dir: Path, inference: InferenceConfig, *, context: int, path: Path) -> list[str]:
-    """Return the command of `vllm serve`, with its socket at `path`."""
-    devices = [SIZES[inference.parallel], str(inference.degree)] if inference.parallel != "none" else []
-    # As in onnx_generator.py: grammars by llguidance, without spaces between values, which a model may write endlessly.
-    grammars = {"backend": "guidance", "disable_any_whitespace": True}
-    return [
-        *(program, "serve", str(export_dir)),
-        *("--uds", str(path)),
-        *("--served-model-name", MODEL),
-        *("--max-model-len", str(context)),
-        *("--dtype", DTYPES[inference.precision]),
-        *devices,
-        *("--gpu-memory-utilization", f"{inference.vllm_memory:g}"),
-        *("--generation-config", "vllm"),  # each request has all settings; none comes from the export's file
-        *("--load-format", "safetensors"),
-        *("--structured-outputs-config", json.dumps(grammars)),
-        "--disable-uvicorn-access-log",
-    ]
 
 
 class UnixConnection(http.client.HTTPConnection):
     """An HTTP connection over the socket at `path`. `cancel` may be called from any thread; the reader then ends."""
 
     def __init__(self, path: Path, *, timeout_s: float | None = None) -> None:
-        super().__init__("vllm", timeout=timeout_s)
+        super().__init__("engine", timeout=timeout_s)
         self.path, self.timeout_s = path, timeout_s
         self._socket: socket.socket | None = None
 
@@ -118,28 +57,29 @@ class UnixConnection(http.client.HTTPConnection):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
 
-class VllmProcess:
-    """vLLM with a model loaded. If it ends, it is restarted, but only once: what ended it twice would end it again.
+class EngineProcess:
+    """A program with a model loaded. If it ends, it is restarted once: what ended it twice would end it again.
 
-    Raises ValueError as `find_vllm` does, RuntimeError with the end of vLLM's log if it does not start.
+    `command`: returns the program and its arguments, by the path of its socket. Raises RuntimeError with the end of the
+    program's log if it does not start.
     """
 
-    def __init__(self, export_dir: Path, inference: InferenceConfig, *, context: int) -> None:
-        program = find_vllm(inference)
-        self.folder = Path(tempfile.mkdtemp(prefix="shardline-vllm-"))  # mode 0700
-        self.path, self.log_path = self.folder / "http", self.folder / "vllm.log"
-        self.command = command_for(program, export_dir.absolute(), inference, context=context, path=self.path)
-        self.precision = inference.precision
-        self.ready, self.closed, self.why_not = False, False, "vLLM is being started"
-        self.failed = False  # True: vLLM is not restarted any more
+    def __init__(self, name: str, command: Callable[[Path], list[str]], *, environment: dict[str, str]) -> None:
+        self.name, self.environment = name, environment
+        self.folder = Path(tempfile.mkdtemp(prefix="shardline-engine-"))  # mode 0700
+        self.path, self.log_path = self.folder / "http", self.folder / "engine.log"
+        self.command = command(self.path)
+        self.health = b""  # what it answers at /health once it is ready
+        self.ready, self.closed, self.why_not = False, False, f"{name} is being started"
+        self.failed = False  # True: it is not restarted any more
         self.changed = threading.Condition()
         self.process: subprocess.Popen[bytes] | None = None
-        # The kernel ends vLLM when the thread that started it ends, so this thread lives as long as vLLM.
-        threading.Thread(target=self._keep, daemon=True, name="vllm").start()
+        # The kernel ends the program when the thread that started it ends, so this thread lives as long as the program.
+        threading.Thread(target=self._keep, daemon=True, name=name).start()
         try:
             if not self.wait_ready(START_TIMEOUT_S + END_S):
                 raise RuntimeError(self.why_not)
-        except BaseException:  # also for Ctrl-C, which does not reach vLLM in its own session
+        except BaseException:  # also for Ctrl-C, which does not reach the program in its own session
             self.close()
             raise
 
@@ -148,9 +88,9 @@ class VllmProcess:
             return self.changed.wait_for(lambda: self.ready or self.failed or self.closed, timeout_s) and self.ready
 
     def open(self, body: dict[str, object]) -> Reply:
-        """Send a request to /v1/completions; return its reply once vLLM has accepted the request.
+        """Send a request to /v1/completions; return its reply once it has accepted the request.
 
-        Raises ValueError where vLLM refuses the request, EngineDied where it cannot be reached.
+        Raises ValueError where the program refuses the request, EngineDied where it cannot be reached.
         """
         if not self.ready:
             raise EngineDied(self.why_not)
@@ -160,13 +100,13 @@ class VllmProcess:
             connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status == http.HTTPStatus.OK:
-                return Reply(connection, response)
+                return Reply(self.name, connection, response)
             why = _message(response.read())
         except (OSError, http.client.HTTPException) as error:
-            raise EngineDied(f"vLLM did not answer ({type(error).__name__}: {error})") from None
+            raise EngineDied(f"{self.name} did not answer ({type(error).__name__}: {error})") from None
         if response.status < 500:
-            raise ValueError(f"vLLM refuses the request: {why}")
-        raise EngineDied(f"vLLM answered with status {response.status}: {why}")
+            raise ValueError(f"{self.name} refuses the request: {why}")
+        raise EngineDied(f"{self.name} answered with status {response.status}: {why}")
 
     def close(self) -> None:
         with self.changed:
@@ -186,22 +126,21 @@ class VllmProcess:
                 self.path.unlink(missing_ok=True)
                 self.process = process = self._start()
             if has_started := self._wait_until_it_answers(process):
-                if self.precision == "auto":
-                    self._log_precision()
                 self._note(ready=True)
-                logger.info("vLLM is ready: %s", " ".join(self.command))
+                logger.info("%s is ready: %s", self.name, " ".join(self.command))
                 process.wait()
             cause = self._cause(process.poll())
-            with suppress(ProcessLookupError):  # the processes that vLLM started and may have left
+            with suppress(ProcessLookupError):  # the processes that it started and may have left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if self.closed:
                 return
             if not has_started:
-                return self._note(failed=f"vLLM did not start ({cause})")
+                return self._note(failed=f"{self.name} did not start ({cause})")
             if is_last:
-                return self._note(failed=f"vLLM has ended twice ({cause}): see the log, and start the server again")
-            self._note(why_not=f"vLLM has ended ({cause}) and is being started again")
+                twice = f"{self.name} has ended twice ({cause}): see the log, and start the server again"
+                return self._note(failed=twice)
+            self._note(why_not=f"{self.name} has ended ({cause}) and is being started again")
 
     def _cause(self, code: int | None) -> str:
         if code is None:
@@ -224,7 +163,7 @@ class VllmProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=environment | {"VLLM_NO_USAGE_STATS": "1"},
+                env=environment | self.environment,
             )
 
     def _wait_until_it_answers(self, process: subprocess.Popen[bytes]) -> bool:
@@ -234,7 +173,9 @@ class VllmProcess:
             connection = UnixConnection(self.path, timeout_s=ANSWER_S)
             try:
                 connection.request("GET", "/health")
-                return connection.getresponse().status == http.HTTPStatus.OK
+                response = connection.getresponse()
+                self.health = response.read()
+                return response.status == http.HTTPStatus.OK
             except (OSError, http.client.HTTPException):  # it does not listen yet
                 return False
             finally:
@@ -244,15 +185,8 @@ class VllmProcess:
         until(lambda: has_ended() is not None or answers(), timeout_s=START_TIMEOUT_S, every_s=POLL_S)
         return has_ended() is None and answers()
 
-    def _log_precision(self) -> None:
-        """Log the precision that vLLM chose, because it computes with 16 bits where the weights have 32."""
-        cast = re.search(r"asting torch\.(\w+) to torch\.(\w+)", self.log_path.read_text(errors="replace"))
-        if cast:
-            what = f"precision: {cast[2]} (vLLM's choice; the export's weights are {cast[1]})"
-            logger.warning("%s; set inference.precision=fp32 to compute in the weights' precision", what)
-
     def error_in_log(self) -> str:
-        """Return the last error in vLLM's log that is not about another one, or its last lines."""
+        """Return the last error in the log that is not about another one, or its last lines."""
         lines = plain(self.log_path.read_text(errors="replace")).splitlines() if self.log_path.exists() else []
         errors = [line.strip() for line in lines if "rror: " in line and "root cause" not in line]
         return errors[-1] if errors else "\n".join(lines[-LAST_LINES:]) or "its log is empty"
@@ -261,8 +195,8 @@ class VllmProcess:
 class Reply:
     """The reply to an accepted request: its whole JSON, or its server-sent events as they arrive."""
 
-    def __init__(self, connection: UnixConnection, response: http.client.HTTPResponse) -> None:
-        self._connection, self._response, self.cancelled = connection, response, False
+    def __init__(self, name: str, connection: UnixConnection, response: http.client.HTTPResponse) -> None:
+        self._name, self._connection, self._response, self.cancelled = name, connection, response, False
         self._read_ahead: list[dict[str, object] | None] = []
 
     def wait_accepted(self) -> None:
@@ -273,17 +207,17 @@ class Reply:
         self._read_ahead.append(self.next_event())
 
     def whole(self) -> dict[str, object]:
-        """Return the JSON. Raises EngineDied if vLLM ends before it has answered."""
+        """Return the JSON. Raises EngineDied if the program ends before it has answered."""
         try:
             content: dict[str, object] = json.loads(self._response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise EngineDied(f"vLLM ended in the middle of a reply ({type(error).__name__})") from None
+            raise EngineDied(f"{self._name} ended in the middle of a reply ({type(error).__name__})") from None
         return content
 
     def next_event(self) -> dict[str, object] | None:
         """Return the JSON of the next event; None at the end, and after `cancel`.
 
-        Raises GrammarFailed for a request that vLLM calls wrong, EngineDied as `whole` does.
+        Raises GrammarFailed for a request that the program calls wrong, EngineDied as `whole` does.
         """
         if self._read_ahead:
             return self._read_ahead.pop()
@@ -297,14 +231,14 @@ class Reply:
             if self.cancelled or line.startswith(b"data: [DONE]"):
                 return None
             if not line:
-                raise EngineDied(f"vLLM ended in the middle of a text ({how})")
+                raise EngineDied(f"{self._name} ended in the middle of a text ({how})")
             if line.startswith(b"data:"):
                 found: dict[str, object] = json.loads(line[len(b"data:") :])
                 refused = found.get("error")
                 if isinstance(refused, dict) and 400 <= int(refused.get("code") or 500) < 500:
-                    raise GrammarFailed(f"vLLM refuses the request: {refused.get('message')}")
+                    raise GrammarFailed(f"{self._name} refuses the request: {refused.get('message')}")
                 if "error" in found:
-                    raise EngineDied(f"vLLM aborted a text: {_message(line[len(b'data:') :])}")
+                    raise EngineDied(f"{self._name} aborted a text: {_message(line[len(b'data:') :])}")
                 return found
 
     def cancel(self) -> None:
@@ -314,7 +248,7 @@ class Reply:
 
 
 def _message(content: bytes) -> str:
-    """Return the message in an error of vLLM's: {"error": {"message": …}}."""
+    """Return the message in an error: {"error": {"message": …}}."""
     try:
         error = json.loads(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
