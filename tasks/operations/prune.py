@@ -244,7 +244,7 @@ def _held(item: Item, folder: Path) -> AbstractContextManager[object]:
     """Prevent other processes from working on the folder. Raises Locked or AlreadyOwned if one does."""
     if item.kind == "copy":
         return exclusive(folder.with_name(f".{folder.name}.lock"))
-    return exclusive(folder / ".lock") if item.kind == "shards" else owned(_run_of(folder))
+    return exclusive(folder / ".lock") if item.kind == "shards" else owned(home() / folder.relative_to(home()).parts[0])
 
 
 def _delete(item: Item) -> bool:
@@ -262,10 +262,6 @@ def _delete(item: Item) -> bool:
         return False
     shutil.rmtree(aside)
     return True
-
-
-def _run_of(folder: Path) -> Path:
-    return home() / folder.relative_to(home()).parts[0]
 
 
 def _delete_in_mlflow(client: MlflowClient, run_ids: Iterable[str]) -> None:

@@ -164,7 +164,10 @@ def changes(run_dir: Path, config: RunConfig, *, begun_with: RunConfig) -> tuple
     changed = [each for each in changed if each[0] != "preset"]  # which older versions did not write down
     if not changed:
         return ()
-    effects = [_effect(field) for field, _, _ in changed]
+    effects = [
+        next((effect, note) for pattern, effect, note in TABLE if fnmatchcase(field, pattern))
+        for field, _, _ in changed
+    ]
     if plan is None or any(effect == "refused" for effect, _ in effects):
         verdict = NOTHING_DONE
     else:
@@ -191,10 +194,6 @@ def accepted(run_dir: Path, config: RunConfig, *, begun_with: RunConfig, force: 
         )
         raise ValueError("\n".join([refusal, *breaking]))
     return found
-
-
-def _effect(field: str) -> tuple[Effect, str]:
-    return next((effect, note) for pattern, effect, note in TABLE if fnmatchcase(field, pattern))
 
 
 def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect, str]:

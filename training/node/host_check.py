@@ -19,7 +19,7 @@ import struct
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from training.node.compiler import why_no_compile
@@ -57,6 +57,11 @@ class Asked:
     infiniband: bool = True  # whether its adapters shall be used
     adapters: str = ADAPTERS
     memory_dir: str = ""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Python's arguments for the check."""
+        return "-m", "training.node.host_check", json.dumps(asdict(self))
 
 
 def main(asked: Asked) -> None:
@@ -225,7 +230,7 @@ def check_network(asked: Asked) -> list[str]:
     return findings + check_port(asked.port, family=socket.AF_INET6 if ":" in asked.address else socket.AF_INET)
 
 
-def check_port(port: int, *, family: socket.AddressFamily = socket.AF_INET) -> list[str]:
+def check_port(port: int, *, family: socket.AddressFamily) -> list[str]:
     """Check the port on all addresses, as torch's store does; a port that lingers from an earlier attempt is free."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -312,7 +312,7 @@ def test_what_is_wrong_on_nodes_is_said_with_the_cure(api: KubernetesApi, home: 
     run_dir = home / "wrong"
     run_dir.mkdir()
     launch = tiny_config(**launch_of(api, shm_gib=100_000.0, user="")).launch
-    with pytest.raises(HostsNotReady, match=r"2 of 2 nodes are not ready(?s:.*)machine m1(?s:.*)set launch.shm_gib"):
+    with pytest.raises(HostsNotReady, match=r"2 of 2 hosts are not ready(?s:.*)\(m1\)(?s:.*)set launch.shm_gib"):
         check_pods(cluster_of(launch), launch, home=home, run_dir=run_dir)
     api.machines = {"m1": {}}
     launch = tiny_config(**launch_of(api, wait_s=10.0)).launch
