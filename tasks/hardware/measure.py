@@ -28,7 +28,6 @@ import training
 from tasks.display.progress import time_progress
 from tasks.hardware.machine import (
     Gpu,
-    cpu_model,
     cpu_quota,
     gpus_here,
     head_versions,
@@ -36,6 +35,7 @@ from tasks.hardware.machine import (
 )
 from tasks.workspace.processes import end_process, free_port
 from training.node.compiler import why_no_compile
+from training.node.host_check import cpu_model
 from training.node.limits import usable_memory_bytes
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.node import NodeEnd, NodeTask

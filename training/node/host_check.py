@@ -1,4 +1,4 @@
-"""Checks a host from inside a short-lived container before a run starts there. It needs only Python.
+"""Checks a host from inside a short-lived container before a run starts there. It needs no torch.
 
     python -m training.node.host_check '{"host": "gpu1", "folder": "/runs/ID", "token": "…", …}'      see `Asked`
 
@@ -7,20 +7,19 @@ The last line of stdout is one JSON object: `findings`, the problems with their 
 
 from __future__ import annotations
 
-import array
-import fcntl
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import socket
-import struct
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 from training.node.compiler import why_no_compile
 from training.node.host_memory import HOST_MEMORY, make_run_folder, remove_abandoned
@@ -29,7 +28,7 @@ from training.node.infiniband import findings as infiniband_findings
 
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
-SIOCGIFCONF = 0x8912  # returns all IPv4 addresses with their interfaces' names, in records of 40 bytes
+CPUINFO = Path("/proc/cpuinfo")
 BUSY_WINDOW_S = 0.2
 OBJECTIVES = ("causal", "masked")
 COUNT_S = 180.0  # importing torch from a cold network disk takes a minute
@@ -87,7 +86,7 @@ def main(asked: Asked) -> None:
         "compile_lacks": why_no_compile("cuda" if gpus else "cpu"),
         "infiniband": adapters,
         "cpu_model": cpu_model(),
-        "busy_percent": busy_percent(),
+        "busy_percent": psutil.cpu_percent(interval=BUSY_WINDOW_S),  # the host's, also in a container
         "driver": driver(),
         "nsys": shutil.which("nsys") is not None,
         "sources": sources_sha256(Path(__file__).parents[1]),
@@ -245,20 +244,13 @@ def check_port(port: int, *, family: socket.AddressFamily) -> list[str]:
 
 
 def local_addresses() -> list[tuple[str, str]]:
-    """Return (interface, address) of all active ones: IPv4 by ioctl (the image may lack `ip`), IPv6 from /proc."""
-    buffer = array.array("B", bytes(40 * 256))
-    where, length = buffer.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        filled: bytes = fcntl.ioctl(asking, SIOCGIFCONF, struct.pack("iL", length, where))
-    records, found = buffer.tobytes()[: struct.unpack("iL", filled)[0]], []
-    for start in range(0, len(records), 40):
-        name = records[start : start + 16].split(b"\0")[0].decode()
-        found.append((name, socket.inet_ntoa(records[start + 20 : start + 24])))
-    six = Path("/proc/net/if_inet6")
-    for line in six.read_text().splitlines() if six.exists() else []:
-        digits, *_, name = line.split()
-        found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
-    return found
+    """Return (interface, address) of all IPv4 and IPv6 addresses."""
+    return [
+        (name, each.address.partition("%")[0])  # fe80::1%eth0
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family in {socket.AF_INET, socket.AF_INET6}
+    ]
 
 
 # Devices and free space
@@ -280,7 +272,7 @@ def driver() -> str:
 
 
 def check_room(asked: Asked, folder: Path, *, is_shared: bool) -> list[str]:
-    findings, memory_gib = [], available_memory_gib()
+    findings, memory_gib = [], psutil.virtual_memory().available / GIB
     if is_shared and (free_gib := shutil.disk_usage(folder).free / GIB) < asked.disk_gib:
         findings.append(f"{asked.home} has {free_gib:.2f} GiB free, {asked.disk_gib:g} are needed: free some space")
     if asked.shm_gib > memory_gib:
@@ -309,27 +301,11 @@ def prepare_host_memory(asked: Asked, *, mounted_at: Path = Path(HOST_MEMORY)) -
     return []
 
 
-def available_memory_gib() -> float:
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) / 2**20
-
-
 def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-def busy_percent() -> float:
-    """Return the percentage of time that the host's cores are busy. /proc/stat is the host's, also in a container."""
-
-    def ticks() -> tuple[int, int]:
-        values = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        return sum(values), values[3] + values[4]  # idle, and waiting for a disk
-
-    all_before, idle_before = ticks()
-    time.sleep(BUSY_WINDOW_S)
-    all_after, idle_after = ticks()
-    return 100.0 * (1 - (idle_after - idle_before) / max(1, all_after - all_before))
+    """Return the processor's name; its architecture's on machines that do not tell it."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def sources_sha256(folder: Path) -> str:
