@@ -231,7 +231,7 @@ class StartWait:
         self.cluster, self.group = cluster, group
         self.pending: dict[str, str] = dict.fromkeys(group.hosts, "")
         self.unplaced: set[str] = set()
-        self._since, self._told, self._was_suspended = time.monotonic(), "", False
+        self._since, self._told = time.monotonic(), ""
 
     @property
     def waited_s(self) -> float:
