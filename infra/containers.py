@@ -176,17 +176,25 @@ def _patient(client: HostClient) -> Iterator[None]:
 
 def _start_with_input(client: HostClient, container: str, secret: bytes) -> None:
     """Attach, start, send, close: with StdinOnce, closing the connection ends the program's input."""
-    stream = client.api.attach_socket(container, params={"stdin": 1, "stream": 1})
-    connection: socket.socket = getattr(stream, "_sock", stream)  # unix socket: a file object; TLS: a socket
-    connection.settimeout(SECRET_S)  # once the container is gone, a daemon may neither read more nor close
     try:
-        client.api.start(container)
-        connection.sendall(secret)
-        connection.shutdown(socket.SHUT_WR)
+        with _attached(client, container, secret):
+            client.api.start(container)
     except (ConnectionError, TimeoutError, ssl.SSLError):
         now = state(client, container)
         if now is None or now.running:
             raise  # otherwise the container ended before it read everything: its state and log tell why
+
+
+@contextmanager
+def _attached(client: HostClient, container: str, content: bytes) -> Iterator[None]:
+    """Attach to the container; send `content` to its standard input at the end of the context, and close the input."""
+    stream = client.api.attach_socket(container, params={"stdin": 1, "stream": 1})
+    connection: socket.socket = getattr(stream, "_sock", stream)  # unix socket: a file object; TLS: a socket
+    connection.settimeout(SECRET_S)  # once the container is gone, a daemon may neither read more nor close
+    try:
+        yield
+        connection.sendall(content)
+        connection.shutdown(socket.SHUT_WR)
     finally:
         stream.close()
 
@@ -196,15 +204,8 @@ def give_input(client: HostClient, container: str, content: bytes) -> None:
 
     Raises HostError if there is no such container, if it has ended, or if its daemon does not answer.
     """
-    with host_errors(client.host):
-        stream = client.api.attach_socket(container, params={"stdin": 1, "stream": 1})
-        connection: socket.socket = getattr(stream, "_sock", stream)
-        connection.settimeout(SECRET_S)
-        try:
-            connection.sendall(content)
-            connection.shutdown(socket.SHUT_WR)
-        finally:
-            stream.close()
+    with host_errors(client.host), _attached(client, container, content):
+        pass
 
 
 def _rights(job: Job) -> dict[str, Any]:
@@ -273,11 +274,10 @@ def state(client: HostClient, container: str) -> State | None:
     )
 
 
-def find(client: HostClient, *, run: str = "", attempt: str = "") -> list[Found]:
-    """Return Shardline's containers on this host, also ended ones: all, or those of one run or one attempt."""
-    labels = [f"{RUN}={run}" if run else RUN] + ([f"{ATTEMPT}={attempt}"] if attempt else [])
+def find(client: HostClient, *, run: str = "") -> list[Found]:
+    """Return Shardline's containers on this host, also ended ones: all, or those of one run."""
     with host_errors(client.host):
-        rows = client.api.containers(all=True, filters={"label": labels})
+        rows = client.api.containers(all=True, filters={"label": f"{RUN}={run}" if run else RUN})
     return [
         Found(
             id=row["Id"],

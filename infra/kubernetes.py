@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.3
+ANSWER_S = 5.0
 KILL_GRACE_S = 1  # 0 would delete the pod before its machine has confirmed the end
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JOBS = f"apis/{pods.JOB_API}"
@@ -61,12 +61,12 @@ class Access:
 
 
 class Cluster:
-    """A namespace of a cluster. Threads may share it. Each request waits at most `timeout_s` for an answer.
+    """A namespace of a cluster. Threads may share it. Each request waits at most ANSWER_S for an answer.
 
     Raises ClusterError if no cluster is configured; sends no request yet.
     """
 
-    def __init__(self, access: Access = Access(), *, timeout_s: float = 5.0) -> None:
+    def __init__(self, access: Access) -> None:
         try:
             from kubernetes.client.api_client import ApiClient
         except ImportError:
@@ -75,7 +75,7 @@ class Cluster:
             ) from None
         configuration, namespace = _configuration(access)
         configuration.retries = False  # no retries: callers ask again themselves
-        self.client, self.timeout_s = ApiClient(configuration), timeout_s
+        self.client = ApiClient(configuration)
         self.namespace = access.namespace or namespace
         self.url = str(configuration.host)
 
@@ -201,7 +201,7 @@ class Cluster:
         query: Mapping[str, Any] | None = None,
         body: Object | None = None,
         content: str = "application/json",
-        timeout_s: float = 0.0,
+        timeout_s: float = ANSWER_S,
     ) -> Iterator[urllib3.BaseHTTPResponse]:
         from kubernetes.client.exceptions import ApiException
 
@@ -214,7 +214,7 @@ class Cluster:
                 body=body,
                 auth_settings=["BearerToken"],
             )
-            response = self.client.call_api(*request, _request_timeout=timeout_s or self.timeout_s).response
+            response = self.client.call_api(*request, _request_timeout=timeout_s).response
         except (urllib3.exceptions.HTTPError, ApiException, OSError) as error:
             raise self._unreachable(error) from error
         try:
@@ -292,8 +292,3 @@ class PodLogFollower(Follower):
         if state is not None and state.starting:
             raise ClusterError(f"{self.container} has not started yet")
         yield OpenLog(exists=state is not None, ended=state is None or not state.running, messages=messages)
-
-
-def age_s(kubernetes_time: str) -> float:
-    """Return the seconds since a time as Kubernetes writes it: 2026-01-01T00:00:00Z."""
-    return time.time() - datetime.fromisoformat(kubernetes_time).timestamp()

@@ -324,7 +324,6 @@ class PodState:
     oom_killed: bool
     lost: str
     waiting: str
-    ending: bool  # somebody asked it to end
     image_id: str
     started_at: str
     finished_at: str
@@ -359,7 +358,6 @@ def read_pod(pod: Object) -> PodState:
         oom_killed=terminated.get("reason") == "OOMKilled",
         lost=lost if has_ended or metadata.get("deletionTimestamp") else "",
         waiting=_waiting(conditions, state) if not has_ended else "",
-        ending="deletionTimestamp" in metadata,
         image_id=container.get("imageID", ""),
         started_at=(state.get("running") or terminated).get("startedAt") or metadata.get("creationTimestamp", ""),
         finished_at=terminated.get("finishedAt") or "",

@@ -27,7 +27,9 @@ def like_this_one() -> dict[str, Any]:
     config, host = found["Config"], found["HostConfig"]
     return {
         "image": config["Image"],
-        "environment": _added(config["Env"], image["Config"]["Env"] or []),
+        "environment": dict(
+            entry.split("=", 1) for entry in config["Env"] if entry not in (image["Config"]["Env"] or [])
+        ),
         "networks": sorted(found["NetworkSettings"]["Networks"]),
         "volumes": [bind for bind in host["Binds"] or [] if SOCKET not in bind],
         "mem_limit": str(host["Memory"]),
@@ -45,10 +47,6 @@ def like_this_one() -> dict[str, Any]:
         "device_requests": host["DeviceRequests"],
         "log_config": host["LogConfig"],
     }
-
-
-def _added(environment: list[str], image: list[str]) -> dict[str, str]:
-    return dict(entry.split("=", 1) for entry in environment if entry not in image)
 
 
 def remove_ended(label: str, *, older_than_hours: int) -> list[str]:

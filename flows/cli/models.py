@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flows.cli.arguments import add_json, add_overrides
 from flows.cli.tables import print_pairs, print_table
 
 ROWS_AT_A_TIME = 16  # prompts that ONNX Runtime completes at the same time; the torch engine has its own number
@@ -20,7 +21,7 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     lineage = command(
         "lineage", _lineage, "show the run, code, data and checkpoint that a model version was made from", "MODEL@ALIAS"
     )
-    lineage.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_json(lineage)
     about = "print text from a registered model, or complete a file of prompts (--prompts, --out)"
     generate = command("generate", _generate, about, "MODEL@ALIAS")
     generate.add_argument("prompt", metavar="PROMPT", nargs="?", default="")
@@ -57,13 +58,14 @@ def _add_evaluate_command(command: Callable[..., argparse.ArgumentParser]) -> No
     evaluate.add_argument(
         "what", metavar="WHAT", help="RUN, runs/RUN/checkpoints/STEP, MODEL@alias, MODEL/3, or a folder"
     )
-    about = "for example inference.parallel=tensor inference.degree=2 evaluation.few_shot=5 data.text_unit=line"
-    evaluate.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+    add_overrides(
+        evaluate, "for example inference.parallel=tensor inference.degree=2 evaluation.few_shot=5 data.text_unit=line"
+    )
     evaluate.add_argument("--data", metavar="PATH", help="text to evaluate on (default: the run's own held-out text)")
     evaluate.add_argument(
         "--tasks", metavar="TASK,…", help="names of lm-evaluation-harness, or paths of YAML files or folders"
     )
-    evaluate.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_json(evaluate)
 
 
 def _lineage(options: argparse.Namespace) -> None:

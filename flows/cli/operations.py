@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flows.cli.arguments import add_json
 from flows.cli.tables import print_table
 
 DONE, FAILED = 0, 1
@@ -41,12 +42,11 @@ def add_operation_commands(command: Callable[..., argparse.ArgumentParser], comm
     metrics.add_argument("--port", type=int, default=9464, help="default: 9464")
     about = "show a run for this many hours after its end (default: 1)"
     metrics.add_argument("--keep-hours", type=float, default=1, metavar="N", help=about)
-    for added in (ps, stop, reap, reconcile, prune):
-        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_json(ps, stop, reap, reconcile, prune)
     _add_image_commands(commands)
 
 
-def _ps(options: argparse.Namespace) -> int:
+def _ps(options: argparse.Namespace) -> None:
     from tasks.operations.ps import known_hosts, list_running
     from tasks.operations.servers import list_servers
 
@@ -61,7 +61,6 @@ def _ps(options: argparse.Namespace) -> int:
     else:
         print("nothing is running")
     _print_silent(listing.silent)
-    return DONE
 
 
 def _cells(row: Any) -> tuple[str, ...]:
@@ -179,7 +178,7 @@ def _report_crashed_runs() -> None:
         report_ended_runs(crashed)
 
 
-def _reap(options: argparse.Namespace) -> int:
+def _reap(options: argparse.Namespace) -> None:
     from tasks.operations.ps import known_hosts
     from tasks.operations.stop import reap
 
@@ -196,7 +195,6 @@ def _reap(options: argparse.Namespace) -> int:
         if not reaped.removed:
             print("nothing to remove")
     _print_silent(reaped.silent)
-    return DONE
 
 
 # The training image
@@ -223,8 +221,7 @@ def _add_image_commands(commands: Any) -> None:
     push.set_defaults(call=_push_image)
     build.add_argument("name", metavar="NAME", nargs="?", default="shardline-train", help="default: shardline-train")
     push.add_argument("name", metavar="REGISTRY/NAME:VERSION")
-    for added in (build, push):
-        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_json(build, push)
 
 
 def _build_image(options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 
+from flows.cli.arguments import add_json, add_overrides
 from flows.cli.tables import print_table
 
 DONE, FAILED = 0, 1
@@ -19,8 +20,7 @@ def add_promotion_commands(command: Callable[..., argparse.ArgumentParser]) -> N
     )
     promote.add_argument("--force", action="store_true", help="skip the gates")
     promote.add_argument("--by", default="", help="the name that is recorded with the promotion (default: yours)")
-    about = "gates and rollout, for example rollout.watch_minutes=1"
-    promote.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+    add_overrides(promote, "gates and rollout, for example rollout.watch_minutes=1")
     rollback = command("rollback", _rollback, "make the previous champion champion again, at once", "MODEL")
     rollback.add_argument("--to", type=int, metavar="VERSION", help="default: the version that the champion replaced")
     rollback.add_argument("--why", default="asked for", help="recorded with the move")
@@ -33,8 +33,7 @@ def add_promotion_commands(command: Callable[..., argparse.ArgumentParser]) -> N
     watch.add_argument("--port", type=int, help="receive MLflow's webhooks on this port (default: only poll)")
     watch.add_argument("--secret-file", default="", metavar="FILE", help="file with the webhooks' secret")
     watch.add_argument("--register-webhook", default="", metavar="URL", help="make MLflow send them to this address")
-    for added in (promote, rollback, history):
-        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_json(promote, rollback, history)
 
 
 def _promote(options: argparse.Namespace) -> int:

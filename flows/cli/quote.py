@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from flows.cli.arguments import add_json, add_overrides
 from flows.cli.tables import print_table
 
 MOST_SHOWN = 20  # rows of the table; --json has all
@@ -18,13 +19,12 @@ def add_quote_command(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command. `command` adds one to the parser, as in flows/cli/command.py."""
     quote = command("quote", _quote, "show which machines to rent for a run: what each costs, and how long it takes")
     quote.add_argument("preset", metavar="CONFIG", help="a preset's name, or the path of a YAML file")
-    about = "for example model.size=1B train.max_tokens=20_000_000_000"
-    quote.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+    add_overrides(quote, "for example model.size=1B train.max_tokens=20_000_000_000")
     quote.add_argument("--deadline", metavar="TIME", help="when training must be done: 2w, 7d, 12h or 90m")
     quote.add_argument("--budget", type=float, metavar="AMOUNT", help="what it may cost, in the file's currency")
     about = "YAML of machines and prices (docs/quote.md); default: an example with list prices of several vendors"
     quote.add_argument("--machines", type=Path, metavar="FILE", help=about)
-    quote.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_json(quote)
 
 
 def _quote(options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flows.cli.arguments import add_json, add_overrides
 from flows.cli.tables import print_pairs, print_table
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,7 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         nargs = "?" if added is plan else None
         about = "a preset's name, or the path of a YAML file" + (" (default: quickstart)" if nargs else "")
         added.add_argument("preset", metavar="PRESET", nargs=nargs, default="", help=about)
-        about = "for example data.path=my_texts"
-        added.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+        add_overrides(added, "for example data.path=my_texts")
     plan.add_argument("--fields", action="store_true", help="list every field, with its default and PRESET's value")
     about = "plan for machines that you do not have, for example 16x8xH100-80GB-SXM,400Gb (docs/hardware.md)"
     plan.add_argument("--hosts", metavar="HOSTSxGPUSxNAME,NETWORK", help=about)
@@ -36,8 +36,7 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     doctor.add_argument("--again", action="store_true", help="measure again instead of using earlier measurements")
     doctor.add_argument("--ranks", type=int, default=0, help="CPU ranks to measure with (default: up to two)")
     resume = command("resume", _resume, "continue a run that was stopped or killed, or train it longer", "RUN")
-    about = "settings that change, for example train.steps=2000"
-    resume.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+    add_overrides(resume, "settings that change, for example train.steps=2000")
     resume.add_argument(
         "--force",
         action="store_true",
@@ -53,22 +52,22 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     reproduce = command(
         "reproduce", _reproduce, "repeat a run (or the run of MODEL@champion), and compare the losses", "RUN"
     )
-    for added in (pretrain, plan, doctor, resume, blame, reproduce):
-        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_json(pretrain, plan, doctor, resume, blame, reproduce)
     _add_compare_command(command)
 
 
-def _pretrain(options: argparse.Namespace) -> int:
+def _pretrain(options: argparse.Namespace) -> None:
     from flows.presets import load_config
     from flows.stages.job_checks import check_job
 
     config = load_config(options.preset, options.overrides)
     check_job(config)  # at once, before any server is started
-    return _run_pretrain(config, run_id="", as_json=options.json)
+    _run_pretrain(config, run_id="", as_json=options.json)
 
 
 def _resume(options: argparse.Namespace) -> int:
     from flows.presets import with_overrides
+    from tasks.comparison.compare import REQUEST
     from tasks.runs.folder import latest_config, read_plan
     from tasks.runs.resume import accepted
     from tasks.runs.without import read_steps, resume_without
@@ -78,7 +77,7 @@ def _resume(options: argparse.Namespace) -> int:
 
     run = read_run(fetch_run(options.run) if is_on_store(options.run) else options.run)
     refuse_if_owned(run.folder)  # at once, before its settings are looked at and any server is started
-    if _is_comparison(run.folder):
+    if (run.folder / REQUEST).exists():
         return _resume_comparison(run, options)
     config = with_overrides(latest_config(run.folder, begun_with=run.begun_with), options.overrides)
     if options.without:
@@ -88,7 +87,8 @@ def _resume(options: argparse.Namespace) -> int:
         resume_without(run.folder, steps, force=options.force)
         if config.store.url:
             RunOnStore(run_url(config.store, run.run_id), run.folder).leave_out(steps)
-    return _run_pretrain(config, run_id=run.run_id, force=options.force, as_json=options.json)
+    _run_pretrain(config, run_id=run.run_id, force=options.force, as_json=options.json)
+    return DONE
 
 
 def _blame(options: argparse.Namespace) -> None:
@@ -111,7 +111,7 @@ def _blame(options: argparse.Namespace) -> None:
     )
 
 
-def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: bool) -> int:
+def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: bool) -> None:
     from flows.servers.embedded import start_servers
 
     wait = start_servers()
@@ -124,18 +124,17 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
     outcome = pretrain(config, run_id=run_id, force=force)
     if as_json:
         print(outcome.model_dump_json())
-        return DONE
+        return
     if isinstance(outcome, CustomProgramOutcome):
         from flows.stages.custom_program import custom_program_rows
 
         print_pairs(f"run {outcome.run_id} is done", custom_program_rows(outcome))
-        return DONE
+        return
     assert isinstance(outcome, Outcome), "only a dry run returns a plan"
     if outcome.generated:
         print(f"\n{outcome.generated}\n")
     report = Path(outcome.checkpoint).parents[1] / PAGE
     print_pairs(f"run {outcome.run_id} is done", [*outcome_rows(outcome), ("report", str(report))])
-    return DONE
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -217,8 +216,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 def _add_compare_command(command: Callable[..., argparse.ArgumentParser]) -> None:
     compare = command("compare", _compare, "train a config under several strategies and compare them in one report")
     compare.add_argument("preset", metavar="PRESET", help="a preset's name, or the path of a YAML file")
-    about = "for all strategies, for example train.steps=200"
-    compare.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+    add_overrides(compare, "for all strategies, for example train.steps=200")
     about = "such as ddp,zero2,fsdp+tp2,mine=parallel.bucket_mib=50 (docs/comparing.md); may be repeated"
     compare.add_argument("--strategies", action="append", required=True, metavar="LIST", help=about)
     about = "train on these Docker hosts (launch.launcher=docker, launch.hosts_file=FILE); needs launch.image=…"
@@ -226,7 +224,7 @@ def _add_compare_command(command: Callable[..., argparse.ArgumentParser]) -> Non
     about = "compare the number of steps to this loss (default: to the lowest loss that all have reached)"
     compare.add_argument("--target-loss", type=float, default=0.0, metavar="NATS", help=about)
     compare.add_argument("--no-baseline", action="store_true", help="leave out the run on one device")
-    compare.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_json(compare)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -245,12 +243,6 @@ def _compare(options: argparse.Namespace) -> int:
     check_shared_overrides(options.overrides)
     read_strategies(request.strategies, baseline=request.baseline)  # at once, before any server is started
     return _run_compare(config, request, run_id="", as_json=options.json)
-
-
-def _is_comparison(run_dir: Path) -> bool:
-    from tasks.comparison.compare import REQUEST
-
-    return (run_dir / REQUEST).exists()
 
 
 def _resume_comparison(run: Any, options: argparse.Namespace) -> int:

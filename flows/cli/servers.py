@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from flows.cli.arguments import add_json
 from flows.cli.tables import print_pairs
 
 
@@ -45,8 +46,7 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
         "init: run each run as a process in the worker's container (process), or in a container of its own (docker)"
     )
     stack.add_argument("--pool", choices=("process", "docker"), help=made_in)
-    for added in (up, down, deployed, alerts, stack):
-        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_json(up, down, deployed, alerts, stack)
 
 
 def _up(options: argparse.Namespace) -> None:

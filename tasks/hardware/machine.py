@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,8 +14,6 @@ from training.node.limits import CGROUP, MEMBERSHIP, control_files
 from training.records.record import Record
 
 log = logging.getLogger(__name__)
-
-CPUINFO = Path("/proc/cpuinfo")
 
 
 class Gpu(Record):
@@ -50,12 +47,6 @@ def cpu_quota(*, root: Path = CGROUP, membership: Path = MEMBERSHIP) -> float | 
         if int(quota) > 0:
             limits.append(int(quota) / int(period))
     return min(limits, default=None)
-
-
-def cpu_model() -> str:
-    lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 # GPUs and versions

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -27,7 +28,6 @@ import training
 from tasks.display.progress import time_progress
 from tasks.hardware.machine import (
     Gpu,
-    cpu_model,
     cpu_quota,
     gpus_here,
     head_versions,
@@ -35,6 +35,7 @@ from tasks.hardware.machine import (
 )
 from tasks.workspace.processes import end_process, free_port
 from training.node.compiler import why_no_compile
+from training.node.host_check import cpu_model
 from training.node.limits import usable_memory_bytes
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.node import NodeEnd, NodeTask
@@ -92,11 +93,7 @@ def check_hardware(
     if cached is None:
         before_measuring()
         busy = is_busy()
-        cached = CachedMeasurement(
-            key=key,
-            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            measured=measure_ranks(cores=cores, ranks=ranks),
-        )
+        cached = measured_now(key, measure_ranks(cores=cores, ranks=ranks))
         if gpus and (why := why_no_gpu_is_used(cached.measured, driver=gpus[0].driver)):
             hide = "or hide the GPUs to train on the CPU (CUDA_VISIBLE_DEVICES=)"
             raise ValueError(f"GPUs are visible ({len(gpus)} x {gpus[0].name}), but {why}, {hide}")
@@ -104,25 +101,18 @@ def check_hardware(
             keep_cached(home, cached)
     else:
         log.info("hardware: using the rates measured at %s, from %s", cached.measured_at, home / "hardware.json")
-    measured = cached.measured
-    return Inventory(
-        hosts=(
-            Host(
-                name=socket.gethostname(),
-                cores=cores,
-                memory_gib=memory_gib,
-                disk_free_gib=shutil.disk_usage(home).free / GIB,
-                devices=tuple(with_host_facts(d, memory_gib / len(measured.devices)) for d in measured.devices),
-                allreduce_gb_per_s=measured.allreduce_gb_per_s,
-                allreduce_latency_us=measured.allreduce_latency_us,
-                links=measured.links,
-                versions=measured.versions | head_versions(gpus),
-                compile_lacks=why_no_compile(measured.devices[0].kind),
-                shared_memory_gib=shutil.disk_usage(SHARED_MEMORY).total / GIB if SHARED_MEMORY.is_dir() else None,
-                measured_at=cached.measured_at,
-            ),
-        )
+    host = measured_host(
+        cached,
+        cpu_model=cpu_model(),
+        memory_gib=memory_gib,
+        versions=head_versions(gpus),
+        name=socket.gethostname(),
+        cores=cores,
+        disk_free_gib=shutil.disk_usage(home).free / GIB,
+        compile_lacks=why_no_compile(cached.measured.devices[0].kind),
+        shared_memory_gib=shutil.disk_usage(SHARED_MEMORY).total / GIB if SHARED_MEMORY.is_dir() else None,
     )
+    return Inventory(hosts=(host,))
 
 
 def default_ranks(gpus: Sequence[Gpu], cores: int) -> int:
@@ -130,11 +120,29 @@ def default_ranks(gpus: Sequence[Gpu], cores: int) -> int:
     return len(gpus) or min(DEFAULT_CPU_RANKS, cores)
 
 
-def with_host_facts(device: Device, memory_share_gib: float) -> Device:
-    """Return a CPU device with its model and its share of memory, which torch does not know; a GPU is unchanged."""
-    if device.kind == "cuda":
-        return device
-    return device.model_copy(update={"name": cpu_model(), "memory_gib": memory_share_gib})
+def measured_host(
+    cached: CachedMeasurement, *, cpu_model: str, memory_gib: float, versions: dict[str, str], **facts: Any
+) -> Host:
+    """Return the host with its measured devices; `facts`: its other fields.
+
+    A CPU gets its model and its rank's share of memory, which torch does not know.
+    """
+    measured = cached.measured
+
+    def with_facts(device: Device) -> Device:
+        share_gib = memory_gib / len(measured.devices)
+        return device.model_copy(update={"name": cpu_model or device.name, "memory_gib": share_gib})
+
+    return Host(
+        memory_gib=memory_gib,
+        devices=tuple(device if device.kind == "cuda" else with_facts(device) for device in measured.devices),
+        allreduce_gb_per_s=measured.allreduce_gb_per_s,
+        allreduce_latency_us=measured.allreduce_latency_us,
+        links=measured.links,
+        versions=measured.versions | versions,
+        measured_at=cached.measured_at,
+        **facts,
+    )
 
 
 # The cache
@@ -153,6 +161,11 @@ def cache_key(*, cores: int, gpus: tuple[Gpu, ...], ranks: int) -> dict[str, str
         "torch": importlib.metadata.version("torch"),
         "program": hashlib.sha256(b"".join(program.read_bytes() for program in programs)).hexdigest()[:12],
     }
+
+
+def measured_now(key: dict[str, str], measured: Measured) -> CachedMeasurement:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return CachedMeasurement(key=key, measured_at=now, measured=measured)
 
 
 def read_cache(home: Path) -> HardwareCache:

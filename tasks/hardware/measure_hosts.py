@@ -6,9 +6,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,11 +22,13 @@ from tasks.hardware.measure import (
     find_cached,
     keep_cached,
     last_lines,
+    measured_host,
+    measured_now,
     why_no_gpu_is_used,
 )
 from tasks.hardware.preflight import HostFacts, container_spec
 from training.config.launch import LaunchConfig
-from training.records.inventory import Device, Host, Inventory, Measured
+from training.records.inventory import Host, Inventory, Measured
 from training.records.node import CollectiveReport
 from training.records.words import counted
 
@@ -68,38 +69,45 @@ def measure_hosts(
         cores = usable_cores(host, facts[host.name])
         return measure(host, launch, slots=slots[host.name], cores=cores, home=home, run_dir=run_dir)
 
-    keys = {host.name: cache_key(host, facts[host.name], slots=slots[host.name]) for host in hosts}
+    keys = {
+        host.name: cache_key(host, facts[host.name], slots=slots[host.name], place=f"docker:{host.name}")
+        for host in hosts
+    }
     no_gpu = "its container has {gpus} GPUs, but {why}, or set gpus=0 to train on its CPU"
-    return measured_once(hosts, measure_host, keys=keys, facts=facts, home=home, no_gpu=no_gpu)
+    return measured_once(
+        hosts, lambda unknown: on_all(unknown, measure_host), keys=keys, facts=facts, home=home, no_gpu=no_gpu
+    )
 
 
 def measured_once(
     hosts: Sequence[AnyLimited],
-    measure_host: Callable[[AnyLimited], Measured],
+    measure_all: Callable[[Sequence[AnyLimited]], Mapping[str, Measured]],
     *,
     keys: Mapping[str, dict[str, str]],
     facts: Mapping[str, HostFacts],
     home: Path,
     no_gpu: str,
+    elsewhere: Collection[str] = (),
 ) -> Inventory:
     """Return the inventory of the hosts; measure those that home/hardware.json does not have under their key.
 
-    `no_gpu`: the error text for a host whose GPUs cannot be used, with {gpus}, their number, and {why}.
+    `no_gpu`: the error text for a host whose GPUs cannot be used, with {gpus}, their number, and {why}. `elsewhere`:
+    hosts that `measure_all` adds because another machine was measured than the one of `facts`; their rates are not
+    saved.
     """
     known = {name: found for name, key in keys.items() if (found := find_cached(home, key))}
-    begin = time.perf_counter()
-    unknown = [host for host in hosts if host.name not in known]
-    with time_progress(f"measuring the devices of {', '.join(host.name for host in unknown)}"):
-        new = on_all(unknown, measure_host)
-    if new:
+    begin, new = time.perf_counter(), dict[str, Measured]()
+    if unknown := [host for host in hosts if host.name not in known]:
+        with time_progress(f"measuring the devices of {', '.join(host.name for host in unknown)}"):
+            new |= measure_all(unknown)
         logger.info("hardware: measured %s in %.1f s", ", ".join(new), time.perf_counter() - begin)
     for name, measured in new.items():
         if facts[name].gpus and (why := why_no_gpu_is_used(measured, driver=facts[name].driver)):
             raise HostError(f"{name}: {no_gpu.format(gpus=len(facts[name].gpus), why=why)}", hosts=(name,))
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        known[name] = CachedMeasurement(key=keys[name], measured_at=now, measured=measured)
+        known[name] = measured_now(keys[name], measured)
         if (busy := facts[name].busy_percent) <= BUSY_PERCENT:
-            keep_cached(home, known[name])
+            if name not in elsewhere:
+                keep_cached(home, known[name])
         else:
             logger.warning("hardware: other programs keep %s %.0f%% busy: its rates are not saved", name, busy)
     return Inventory(hosts=strongest_first([as_host(host, facts[host.name], known[host.name]) for host in hosts]))
@@ -114,16 +122,24 @@ def measure(host: DockerHost, launch: LaunchConfig, *, slots: int, cores: int, h
     try:
         with closing(connect(host)) as client:
             output = finish(client, start(client, job), timeout_s=MEASURE_TIMEOUT_S)
-        if output.code != 0:
-            how = f"exit code {output.code}" if output.code is not None else f"no answer in {MEASURE_TIMEOUT_S} s"
-            raise HostError(
-                f"{host.name}: measuring {counted(slots, 'rank')} failed ({how}). The end of its "
-                f"output:\n{last_lines(output.stdout + output.stderr)}",
-                hosts=(host.name,),
-            )
-        return Measured.read(out)
+        return read_measured(out, host.name, output.code, output.stdout + output.stderr, slots=slots)
     finally:
         out.unlink(missing_ok=True)
+
+
+def read_measured(out: Path, host: str, code: int | None, output: str, *, slots: int, machine: str = "") -> Measured:
+    """Return the record that a host wrote. Raises HostError with the end of its output if measuring failed.
+
+    `code`: its exit code; None if it did not end in time.
+    """
+    if code != 0:
+        how = f"exit code {code}" if code is not None else f"no answer in {MEASURE_TIMEOUT_S} s"
+        where = f"{host} (machine {machine})" if machine else host
+        raise HostError(
+            f"{where}: measuring {counted(slots, 'rank')} failed ({how}). The end of its output:\n{last_lines(output)}",
+            hosts=(host,),
+        )
+    return Measured.read(out)
 
 
 def measuring(out: Path, *, slots: int, threads: int) -> tuple[str, ...]:
@@ -132,10 +148,13 @@ def measuring(out: Path, *, slots: int, threads: int) -> tuple[str, ...]:
     return ("-m", *(launcher if slots > 1 else ()), "training.measure", str(out), str(threads))
 
 
-def cache_key(host: Limited, facts: HostFacts, *, slots: int) -> dict[str, str]:
-    """Return all facts that affect the rates; the image stands for torch, CUDA and the measuring program."""
+def cache_key(host: Limited, facts: HostFacts, *, slots: int, place: str) -> dict[str, str]:
+    """Return all facts that affect the rates; the image stands for torch, CUDA and the measuring program.
+
+    `place`: the launcher and its name for the machine, so that measurements outside containers have another key.
+    """
     return {
-        "host": f"docker:{host.name}",  # so that measurements outside containers have another key
+        "host": place,
         "ranks": str(slots),
         "machine": facts.hostname,
         "image": facts.image_id,
@@ -154,27 +173,16 @@ def usable_cores(host: Limited, facts: HostFacts) -> int:
 
 
 def as_host(host: Limited, facts: HostFacts, cached: CachedMeasurement) -> Host:
-    measured, memory_gib = cached.measured, min(host.memory_gib or math.inf, facts.memory_gib)
-    versions = measured.versions | {"image": facts.image_id} | ({"driver": facts.driver} if facts.driver else {})
-
-    def with_facts(device: Device) -> Device:
-        """Add a CPU's model and its rank's share of the container's memory, which torch does not know."""
-        share_gib = memory_gib / len(measured.devices)
-        return device.model_copy(update={"name": facts.cpu_model or device.name, "memory_gib": share_gib})
-
-    return Host(
+    return measured_host(
+        cached,
+        cpu_model=facts.cpu_model,
+        memory_gib=min(host.memory_gib or math.inf, facts.memory_gib),
+        versions={"image": facts.image_id} | ({"driver": facts.driver} if facts.driver else {}),
         name=host.name,
         cores=usable_cores(host, facts),
-        memory_gib=memory_gib,
         disk_free_gib=facts.disk_free_gib,
-        devices=tuple(device if device.kind == "cuda" else with_facts(device) for device in measured.devices),
-        allreduce_gb_per_s=measured.allreduce_gb_per_s,
-        allreduce_latency_us=measured.allreduce_latency_us,
-        links=measured.links,
-        versions=versions,
         compile_lacks=facts.compile_lacks,
         shared_memory_gib=facts.shared_memory_gib,
-        measured_at=cached.measured_at,
     )
 
 

@@ -8,8 +8,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,15 @@ from infra.hosts import HostError
 from infra.kubernetes import Access, Cluster
 from infra.pods import Claim, PodGroup, PodState, group_name
 from infra.preflight import Probe
-from tasks.display.progress import time_progress
 from tasks.hardware.hosts import SHARED_MEMORY_GIB, SHARED_MEMORY_WITH_GPUS_GIB, rank_user
-from tasks.hardware.measure import (
-    BUSY_PERCENT,
-    MEASURE_TIMEOUT_S,
-    CachedMeasurement,
-    find_cached,
-    keep_cached,
-    last_lines,
-)
-from tasks.hardware.measure_hosts import as_host, cache_key, strongest_first, usable_cores
+from tasks.hardware.measure import MEASURE_TIMEOUT_S, last_lines
+from tasks.hardware.measure_hosts import cache_key, measured_once, measuring, read_measured, usable_cores
 from tasks.hardware.preflight import (
+    CHECK_S,
     LEAST_DISK_GIB,
     HostFacts,
     HostsNotReady,
-    read_facts,
+    facts_of,
     token,
     unseen_answers,
     warn_of_other_sources,
@@ -42,12 +34,10 @@ from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
 from training.node.host_check import Asked, counting_s
 from training.records.inventory import Inventory, Measured
-from training.records.words import counted
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-CHECK_S = 60.0  # time for the check itself, once its pod runs
 LOG_LINES = 200
 GONE_S = 10.0  # time until killed pods are gone: a kubelet takes 1 to 3 s
 INDEX = "$(JOB_COMPLETION_INDEX)"
@@ -200,15 +190,12 @@ def run_pods(cluster: Cluster, group: PodGroup, *, wait_s: float, timeout_s: flo
             states = {state.host: state for state in cluster.pods(run=group.run, group=group.name)}
             if missing := [name for name in group.hosts if name not in states]:
                 raise HostError(f"{', '.join(missing)}: somebody removed the pods while they ran: try again")
-            outputs |= {name: _output(cluster, state) for name, state in states.items() if not _is_done(outputs, name)}
+            running = [name for name in states if name not in outputs or outputs[name].code is None]
+            outputs |= {name: _output(cluster, states[name]) for name in running}
         return outputs
     finally:
         cluster.remove(run=group.run, group=group.name)
         cluster.wait_until_gone(run=group.run, group=group.name, timeout_s=GONE_S)
-
-
-def _is_done(outputs: Mapping[str, Output], name: str) -> bool:
-    return name in outputs and outputs[name].code is not None
 
 
 def _output(cluster: Cluster, state: PodState) -> Output:
@@ -244,7 +231,7 @@ class StartWait:
         self.cluster, self.group = cluster, group
         self.pending: dict[str, str] = dict.fromkeys(group.hosts, "")
         self.unplaced: set[str] = set()
-        self._since, self._told, self._was_suspended = time.monotonic(), "", False
+        self._since, self._told = time.monotonic(), ""
 
     @property
     def waited_s(self) -> float:
@@ -283,9 +270,7 @@ class StartWait:
 # Before a run
 
 
-def check_pods(
-    cluster: Cluster, launch: LaunchConfig, *, home: Path, run_dir: Path, disk_gib: float = LEAST_DISK_GIB
-) -> dict[str, HostFacts]:
+def check_pods(cluster: Cluster, launch: LaunchConfig, *, home: Path, run_dir: Path) -> dict[str, HostFacts]:
     """Return node's name -> the facts that a pod found on a machine of the cluster; `hostname` is that machine.
 
     Raises HostsNotReady with all errors of all nodes, also pods that do not start within launch.wait_s.
@@ -301,11 +286,10 @@ def check_pods(
             interface="",
             port=launch.port,
             shm_gib=shm_gib(launch),
-            disk_gib=disk_gib,
+            disk_gib=LEAST_DISK_GIB,
             gpus=bool(launch.kubernetes.gpus_per_node),
             infiniband=launch.kubernetes.has_rdma,
         )
-        command = ("python", "-m", "training.node.host_check", json.dumps(asdict(asked)))
         group = pod_group(
             launch,
             home=home,
@@ -313,24 +297,19 @@ def check_pods(
             what=f"check-{word[:8]}",
             attempt=f"check-{word[:8]}",
             hosts=[slot.name for slot in slots],
-            command=command,
+            command=("python", *asked.arguments),
         )
         outputs = run_pods(cluster, group, wait_s=launch.wait_s, timeout_s=CHECK_S + counting_s(run_dir))
         probes = {name: _probe(name, output, launch) for name, output in outputs.items()}
         unseen = unseen_answers(run_dir, word, probes)
     images = {output.state.image_id for output in outputs.values()}
-    findings = {name: (*probe.findings, *([unseen[name]] if name in unseen else [])) for name, probe in probes.items()}
-    if len(images) > 1:
-        one = f"the pods run {len(images)} different images: set launch.image to one digest (NAME@sha256:…)"
-        findings = {name: (*found, one) for name, found in findings.items()}
-    if wrong := {name: found for name, found in findings.items() if found}:
-        lines = [f"{len(wrong)} of {len(slots)} nodes are not ready, nothing was started:"]
-        for name, found in wrong.items():
-            lines += [f"  {name} (machine {outputs[name].state.machine})", *(f"    - {finding}" for finding in found)]
-        raise HostsNotReady("\n".join(lines), findings=wrong, unreachable=frozenset())
+    unlike = f"the pods run {len(images)} different images: set launch.image to one digest (NAME@sha256:…)"
+    machines = {name: output.state.machine for name, output in outputs.items()}
     facts = {
-        name: read_facts(probe).model_copy(update={"hostname": outputs[name].state.machine})
-        for name, probe in probes.items()
+        name: found.model_copy(update={"hostname": machines[name]})
+        for name, found in facts_of(
+            probes, unseen, dict.fromkeys(outputs, unlike) if len(images) > 1 else {}, places=machines
+        ).items()
     }
     warn_of_other_sources(launch.image, facts)
     return facts
@@ -364,27 +343,25 @@ def measure_pods(
     other work ran beside them, or if the pod ran on another machine than the checked one. Raises HostError if a
     measurement fails, with the end of its output.
     """
-    nodes = slots_of_cluster(launch)
+    nodes, elsewhere = slots_of_cluster(launch), set[str]()
 
-    def key(node: PodSlot) -> dict[str, str]:
-        kept = cache_key(node, facts[node.name], slots=slots)
-        return {**kept, "host": f"kubernetes:{facts[node.name].hostname}"}
+    def measure_all(_: Sequence[PodSlot]) -> dict[str, Measured]:
+        measured = _measure(cluster, launch, facts, slots=slots, home=home, run_dir=run_dir)
+        elsewhere.update(name for name, (machine, _) in measured.items() if machine != facts[name].hostname)
+        return {name: rates for name, (_, rates) in measured.items()}
 
-    known = {node.name: find_cached(home, key(node)) for node in nodes}
-    found = {name: cached for name, cached in known.items() if cached is not None}
-    if len(found) < len(nodes):
-        begin = time.perf_counter()
-        with time_progress(f"measuring the devices of {len(nodes)} nodes"):
-            measured = _measure(cluster, launch, facts, slots=slots, home=home, run_dir=run_dir)
-        logger.info("hardware: measured %d nodes in %.1f s", len(nodes), time.perf_counter() - begin)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        for node in nodes:
-            machine, rates = measured[node.name]
-            fact = facts[node.name]
-            found[node.name] = CachedMeasurement(key=key(node), measured_at=now, measured=rates)
-            if machine == fact.hostname and fact.busy_percent <= BUSY_PERCENT:
-                keep_cached(home, found[node.name])
-    return Inventory(hosts=strongest_first([as_host(node, facts[node.name], found[node.name]) for node in nodes]))
+    return measured_once(
+        nodes,
+        measure_all,
+        keys={
+            node.name: cache_key(node, facts[node.name], slots=slots, place=f"kubernetes:{facts[node.name].hostname}")
+            for node in nodes
+        },
+        facts=facts,
+        home=home,
+        no_gpu="its pod has {gpus} GPUs, but {why}",
+        elsewhere=elsewhere,
+    )
 
 
 def _measure(
@@ -393,9 +370,7 @@ def _measure(
     """Return node's name -> its pod's machine, and the record of training.measure with that number of ranks."""
     nodes, name = slots_of_cluster(launch), f"measure-{os.urandom(4).hex()}"
     threads = max(1, min(usable_cores(node, facts[node.name]) for node in nodes) // slots)
-    out = f"{run_dir}/.{name}-{INDEX}.json"
-    launcher = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={slots}", "-m")
-    program = (*(launcher if slots > 1 else ()), "training.measure", out, str(threads))
+    out = run_dir / f".{name}-{INDEX}.json"
     group = pod_group(
         launch,
         home=home,
@@ -403,21 +378,20 @@ def _measure(
         what=name,
         attempt=name,
         hosts=[node.name for node in nodes],
-        command=("python", "-m", *program),
+        command=("python", *measuring(out, slots=slots, threads=threads)),
         threads=threads,
     )
-    paths = {node.name: Path(out.replace(INDEX, str(number))) for number, node in enumerate(nodes)}
+    paths = {node.name: Path(str(out).replace(INDEX, str(number))) for number, node in enumerate(nodes)}
     try:
         outputs = run_pods(cluster, group, wait_s=launch.wait_s, timeout_s=MEASURE_TIMEOUT_S)
-        for node, output in outputs.items():
-            if output.code != 0:
-                how = f"exit code {output.code}" if output.code is not None else f"no end in {MEASURE_TIMEOUT_S} s"
-                raise HostError(
-                    f"{node} (machine {output.state.machine}): measuring {counted(slots, 'rank')} failed "
-                    f"({how}). The end of its output:\n{last_lines(output.text)}",
-                    hosts=(node,),
-                )
-        return {node: (outputs[node].state.machine, Measured.read(path)) for node, path in paths.items()}
+        machines = {node: output.state.machine for node, output in outputs.items()}
+        return {
+            node: (
+                machines[node],
+                read_measured(paths[node], node, output.code, output.text, slots=slots, machine=machines[node]),
+            )
+            for node, output in outputs.items()
+        }
     finally:
         for path in paths.values():
             path.unlink(missing_ok=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import ConfigDict
@@ -29,6 +27,7 @@ from training.records.record import Record
 logger = logging.getLogger(__name__)
 
 LEAST_DISK_GIB = 1.0
+CHECK_S = 60.0  # time for a host's check, beside counting a model
 SEEN_S = 5.0  # NFS usually shows a file that another client made within 3 s (acregmin)
 POLL_S = 0.05
 
@@ -68,9 +67,7 @@ def check_hosts(
     *,
     home: Path,
     run_dir: Path,
-    disk_gib: float = LEAST_DISK_GIB,
     memory_dir: str = "",
-    timeout_s: float = 60.0,
 ) -> dict[str, HostFacts]:
     """Return host's name -> its facts. Takes 2 s: one short-lived container per host, all at once.
 
@@ -89,31 +86,22 @@ def check_hosts(
                     home=home,
                     run_id=run_dir.name,
                     what=f"preflight-{word[:8]}",
-                    command=_command(
-                        host, launch, run_dir=run_dir, token=word, disk_gib=disk_gib, memory_dir=memory_dir
-                    ),
+                    command=_command(host, launch, run_dir=run_dir, token=word, memory_dir=memory_dir),
                     mounts=(Bind(str(Path(memory_dir).parent), HOST_MEMORY, read_only=False),) if memory_dir else (),
                 )
                 for host in hosts
             },
-            timeout_s=timeout_s + counting_s(run_dir),
+            timeout_s=CHECK_S + counting_s(run_dir),
         )
         unseen = unseen_answers(run_dir, word, probes)
     other_image = image_findings(launch.image, [probes[host.name] for host in hosts])
     gpus = gpu_findings(hosts, probes)
-    findings = {
-        name: (*probe.findings, *(more[name] for more in (unseen, other_image, gpus) if name in more))
-        for name, probe in probes.items()
-    }
-    raise_findings(hosts, findings, unreachable=frozenset(name for name in probes if not probes[name].reachable))
-    facts = {name: read_facts(probe) for name, probe in probes.items()}
+    facts = facts_of(probes, unseen, other_image, gpus, places={host.name: host.url for host in hosts})
     warn_of_other_sources(launch.image, facts)
     return facts
 
 
-def _command(
-    host: DockerHost, launch: LaunchConfig, *, run_dir: Path, token: str, disk_gib: float, memory_dir: str
-) -> tuple[str, ...]:
+def _command(host: DockerHost, launch: LaunchConfig, *, run_dir: Path, token: str, memory_dir: str) -> tuple[str, ...]:
     asked = Asked(
         host=host.name,
         home=host.home,
@@ -123,13 +111,13 @@ def _command(
         interface=host.interface,
         port=launch.port,
         shm_gib=shared_memory_gib(host, launch),
-        disk_gib=disk_gib,
+        disk_gib=LEAST_DISK_GIB,
         gpus=bool(host.gpus or host.gpu_ids),
         infiniband=launch.devices != (),
         adapters=ADAPTERS,
         memory_dir=memory_dir,
     )
-    return ("python", "-m", "training.node.host_check", json.dumps(asdict(asked)))
+    return ("python", *asked.arguments)
 
 
 def container_spec(
@@ -223,22 +211,24 @@ def gpu_findings(hosts: Sequence[DockerHost], probes: Mapping[str, Probe]) -> di
     return found
 
 
-def read_facts(probe: Probe) -> HostFacts:
-    return HostFacts.model_validate({**probe.report, "image_id": probe.image_id})
+def facts_of(probes: Mapping[str, Probe], *more: Mapping[str, str], places: Mapping[str, str]) -> dict[str, HostFacts]:
+    """Return host's name -> its facts. Raises HostsNotReady with all findings: the probes' and `more`, by host's name.
 
-
-def raise_findings(
-    hosts: Sequence[DockerHost], findings: Mapping[str, tuple[str, ...]], *, unreachable: frozenset[str]
-) -> None:
-    wrong = [host for host in hosts if findings[host.name]]
-    if not wrong:
-        return
-    lines = [f"{len(wrong)} of {len(hosts)} hosts {'is' if len(wrong) == 1 else 'are'} not ready, nothing was started:"]
-    for host in wrong:
-        lines += [f"  {host.name} ({host.url})", *(f"    - {finding}" for finding in findings[host.name])]
-    raise HostsNotReady(
-        "\n".join(lines), findings={host.name: findings[host.name] for host in wrong}, unreachable=unreachable
-    )
+    `places`: host's name -> its machine, as its launcher calls it.
+    """
+    findings = {
+        name: (*probe.findings, *(each[name] for each in more if name in each)) for name, probe in probes.items()
+    }
+    if wrong := {name: findings[name] for name in places if findings[name]}:
+        are = "is" if len(wrong) == 1 else "are"
+        lines = [f"{len(wrong)} of {len(places)} hosts {are} not ready, nothing was started:"]
+        for name, found in wrong.items():
+            lines += [f"  {name} ({places[name]})", *(f"    - {finding}" for finding in found)]
+        unreachable = frozenset(name for name, probe in probes.items() if not probe.reachable)
+        raise HostsNotReady("\n".join(lines), findings=wrong, unreachable=unreachable)
+    return {
+        name: HostFacts.model_validate({**probe.report, "image_id": probe.image_id}) for name, probe in probes.items()
+    }
 
 
 def warn_of_other_sources(image: str, facts: Mapping[str, HostFacts]) -> None:

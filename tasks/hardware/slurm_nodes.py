@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,13 +16,12 @@ from infra import slurm
 from infra.hosts import HostError, on_all
 from infra.preflight import Probe
 from tasks.hardware.measure import MEASURE_TIMEOUT_S, last_lines
-from tasks.hardware.measure_hosts import cache_key, measured_once, measuring
-from tasks.hardware.preflight import LEAST_DISK_GIB, HostFacts, HostsNotReady, read_facts, token, unseen_answers
+from tasks.hardware.measure_hosts import cache_key, measured_once, measuring, read_measured
+from tasks.hardware.preflight import LEAST_DISK_GIB, HostFacts, facts_of, token, unseen_answers
 from tasks.workspace.paths import home
 from training.config.launch import LaunchConfig
 from training.node.host_check import Asked, counting_s
 from training.records.inventory import Inventory, Measured
-from training.records.words import counted
 
 CHECK_TIMEOUT_S = 120.0  # at its first start on a node, a container may unpack its image
 
@@ -83,30 +82,13 @@ def check_nodes(nodes: JobNodes) -> dict[str, HostFacts]:
         probes = on_all(nodes.hosts, lambda host: _probe(nodes, host, word=word))
         unseen = unseen_answers(nodes.run_dir, word, probes)
     wanted = nodes.launch.slurm.gpus_per_node
-    findings = {
-        name: (
-            *probe.findings,
-            *([unseen[name]] if name in unseen else []),
-            *_gpu_findings(seen=len(probe.report.get("gpus", ())), wanted=wanted),
-        )
+    gpus = {
+        name: f"{wanted} GPUs were asked for, but a step sees {seen}: `srun --gpus-per-node={wanted} nvidia-smi -L` "
+        "must list them; set launch.slurm.gpus_per_node to what the nodes have"
         for name, probe in probes.items()
+        if (seen := len(probe.report.get("gpus", ()))) < wanted
     }
-    if wrong := {name: found for name, found in findings.items() if found}:
-        lines = [f"{len(wrong)} of {len(nodes.hosts)} nodes {'is' if len(wrong) == 1 else 'are'} not ready:"]
-        for host in nodes.hosts:
-            if host.name in wrong:
-                lines += [f"  {host.name} ({host.machine})", *(f"    - {finding}" for finding in wrong[host.name])]
-        raise HostsNotReady("\n".join(lines), findings=wrong, unreachable=frozenset())
-    return {name: read_facts(probe) for name, probe in probes.items()}
-
-
-def _gpu_findings(*, seen: int, wanted: int) -> list[str]:
-    if seen >= wanted:
-        return []
-    return [
-        f"{wanted} GPUs were asked for, but a step sees {seen}: `srun --gpus-per-node={wanted} nvidia-smi -L` must "
-        "list them; set launch.slurm.gpus_per_node to what the nodes have"
-    ]
+    return facts_of(probes, unseen, gpus, places={host.name: host.machine for host in nodes.hosts})
 
 
 def _probe(nodes: JobNodes, host: JobNode, *, word: str) -> Probe:
@@ -122,14 +104,14 @@ def _probe(nodes: JobNodes, host: JobNode, *, word: str) -> Probe:
         disk_gib=LEAST_DISK_GIB,
         gpus=bool(nodes.launch.slurm.gpus_per_node),
     )
-    words = ("-m", "training.node.host_check", json.dumps(asdict(asked)))
     timeout_s = CHECK_TIMEOUT_S + counting_s(nodes.run_dir)
-    code, output = run_step(nodes, host, *words, what="check", timeout_s=timeout_s)
+    code, output = run_step(nodes, host, *asked.arguments, what="check", timeout_s=timeout_s)
     try:
         report = json.loads(output.strip().splitlines()[-1])
     except (IndexError, ValueError):
+        how = f"exit code {code}" if code is not None else f"no answer in {timeout_s:g} s"
         raise HostError(
-            f"{host.name} ({host.machine}): Python does not start there ({_how(code, timeout_s)}): nodes need "
+            f"{host.name} ({host.machine}): Python does not start there ({how}): nodes need "
             f"the launcher's virtual environment and {home()} at the same paths, on shared storage; else set "
             f"launch.image, or python or modules of launch.slurm. The end of its output:\n{last_lines(output)}",
             hosts=(host.name,),
@@ -168,10 +150,6 @@ def run_step(nodes: JobNodes, host: JobNode, *words: str, what: str, timeout_s: 
         log.unlink(missing_ok=True)
 
 
-def _how(code: int | None, timeout_s: float) -> str:
-    return f"exit code {code}" if code is not None else f"no answer in {timeout_s:g} s"
-
-
 # Measurements
 
 
@@ -180,19 +158,21 @@ def measure_nodes(nodes: JobNodes, *, facts: Mapping[str, HostFacts], slots: int
 
     Machines that were measured before are not measured again.
     """
-    keys = {host.name: _key(host, facts[host.name], slots=slots) for host in nodes.hosts}
+
+    def measure(host: JobNode) -> Measured:
+        return _measure(nodes, host, slots=slots, cores=facts[host.name].cores)
+
     return measured_once(
         nodes.hosts,
-        lambda host: _measure(nodes, host, slots=slots, cores=facts[host.name].cores),
-        keys=keys,
+        lambda unknown: on_all(unknown, measure),
+        keys={
+            host.name: cache_key(host, facts[host.name], slots=slots, place=f"slurm:{host.machine}")
+            for host in nodes.hosts
+        },
         facts=facts,
         home=home(),
         no_gpu="the step has {gpus} GPUs, but {why}",
     )
-
-
-def _key(host: JobNode, facts: HostFacts, *, slots: int) -> dict[str, str]:
-    return cache_key(host, facts, slots=slots) | {"host": f"slurm:{host.machine}"}
 
 
 def _measure(nodes: JobNodes, host: JobNode, *, slots: int, cores: int) -> Measured:
@@ -200,12 +180,6 @@ def _measure(nodes: JobNodes, host: JobNode, *, slots: int, cores: int) -> Measu
     words = measuring(out, slots=slots, threads=threads)
     try:
         code, output = run_step(nodes, host, *words, what="measure", timeout_s=MEASURE_TIMEOUT_S)
-        if code != 0:
-            raise HostError(
-                f"{host.name} ({host.machine}): measuring {counted(slots, 'rank')} failed "
-                f"({_how(code, MEASURE_TIMEOUT_S)}). The end of its output:\n{last_lines(output)}",
-                hosts=(host.name,),
-            )
-        return Measured.read(out)
+        return read_measured(out, host.name, code, output, slots=slots, machine=host.machine)
     finally:
         out.unlink(missing_ok=True)

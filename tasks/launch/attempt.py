@@ -14,8 +14,8 @@ from types import TracebackType
 
 from infra.hosts import HostError, on_each
 from tasks.launch.failure import FIRST_CAUSES, AttemptOutcome, classify
-from tasks.launch.launcher import ASKED, Host, Launcher, Node, Program
-from tasks.launch.lease import Lease
+from tasks.launch.launcher import Host, Launcher, Node, Program
+from tasks.launch.lease import ASKED, Lease
 from tasks.launch.rank_environment import node_environment
 from tasks.workspace.paths import fresh
 from tasks.workspace.wait import until

@@ -14,8 +14,7 @@ from tasks.hardware.pods import check_pods, measure_pods
 from tasks.hardware.preflight import HostFacts, HostsNotReady, check_hosts
 from tasks.launch import nsight
 from tasks.launch.attempt import Attempt, new_folder
-from tasks.launch.docker_hosts import DockerLauncher
-from tasks.launch.fencing import remove_containers
+from tasks.launch.docker_hosts import DockerLauncher, remove_containers
 from tasks.launch.kubernetes import KubernetesLauncher, remove_pods
 from tasks.launch.launcher import Launcher, Program, grace_s
 from tasks.launch.rank_environment import NCCL, give_to_ranks
@@ -64,7 +63,7 @@ def _prepare_docker_hosts(config: RunConfig, *, run_dir: Path) -> tuple[Launcher
     named = read_hosts(config.launch)
     hosts = docker_hosts(named, home=home())
     give_to_ranks(run_dir, config.launch)
-    stop_earlier_containers(hosts, run_dir=run_dir)
+    remove_containers(hosts, run_dir.name, run_dir, grace_s=grace_s(read_plan(run_dir)))
     ready, facts = ready_hosts(hosts, config, run_dir=run_dir)
     nsight.check_image(config, facts)
     num_ranks = slots_of(named, facts, config)
@@ -77,11 +76,6 @@ PREPARE: Mapping[str, Callable[..., tuple[Launcher, Inventory]]] = {
     "kubernetes": _prepare_pods,
     "slurm": prepare_nodes,
 }
-
-
-def stop_earlier_containers(hosts: Sequence[DockerHost], *, run_dir: Path) -> None:
-    """Stop the run's earlier containers; ranks that outlived their launcher save a checkpoint first."""
-    remove_containers(hosts, run_dir.name, run_dir, grace_s=grace_s(read_plan(run_dir)))
 
 
 def measure_network(config: RunConfig, launcher: Launcher, inventory: Inventory, *, run_dir: Path) -> CollectiveReport:

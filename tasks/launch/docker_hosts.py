@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import count
@@ -20,12 +20,10 @@ from tasks.hardware.hosts import docker_hosts, memory_binds, read_hosts
 from tasks.hardware.preflight import HostsNotReady, check_hosts, container_spec
 from tasks.launch.attempt import end_path
 from tasks.launch.failure import LAST_LINES, AttemptOutcome, NodeState
-from tasks.launch.fencing import remove_containers
-from tasks.launch.launcher import ANSWER_S, DONE, STOPPED, Host, Node, Program, grace_s
-from tasks.launch.local import end_earlier_attempt
-from tasks.launch.rank_environment import compile_cache, give_block_cache, give_to_ranks, tracking_for_ranks
+from tasks.launch.launcher import ANSWER_S, DONE, STOPPED, Host, Node, Program
+from tasks.launch.lease import ask_to_stop, withdraw_leases
+from tasks.launch.remote import RemoteLauncher
 from tasks.launch.standby import FOLDER, fits, standby_lease
-from tasks.runs.folder import read_plan
 from tasks.workspace.paths import home
 from training.config.launch import LaunchConfig
 from training.config.run import CheckpointConfig
@@ -105,14 +103,13 @@ class ContainerNode(Node):
         self._answered()
 
 
-class DockerLauncher:
+class DockerLauncher(RemoteLauncher):
     """Containers on the hosts of `launch`, labelled with the run's name.
 
     `images`: their ids by host's name; launch.image where it is not known. `saving`: whether training keeps copies in
     the hosts' memory; its containers then mount that folder.
     """
 
-    pid_for_nodes = 0
     heartbeat = HEARTBEAT.path
     signals_are_the_users = False  # a machine or a daemon that shuts down sends SIGTERM to all containers
 
@@ -125,22 +122,14 @@ class DockerLauncher:
         images: Mapping[str, str] | None = None,
         saving: CheckpointConfig | None = None,
     ) -> None:
-        self.launch, self.run_dir, self.images = launch, run_dir, images or {}
-        self.saving = saving or CheckpointConfig()
-        self.tracking = tracking_for_ranks(launch, mlflow_run_id=mlflow_run_id)
-        self.ranks_send_metrics = "MLFLOW_RUN_ID" in self.tracking[0]
+        super().__init__(launch, run_dir=run_dir, mlflow_run_id=mlflow_run_id)
+        self.images, self.saving = images or {}, saving or CheckpointConfig()
         self.standbys: dict[str, tuple[str, NodeTask]] = {}  # container and task by host's name
         self.stands_by = False  # or did: this launcher holds the lease of standbys
         self.numbers = count(1)
 
     def hosts(self) -> Sequence[DockerHost]:
         return hosts_of(self.launch)
-
-    def master_port(self) -> int:
-        return self.launch.port
-
-    def take_over(self) -> None:
-        end_earlier_attempt(self.run_dir, grace_s=grace_s(read_plan(self.run_dir)))
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
         keep = {container for container, _ in [*self.standbys.values()]}  # a thread of standby.py adds containers here
@@ -158,16 +147,6 @@ class DockerLauncher:
             }
         return {}
 
-    def environment(self) -> tuple[dict[str, str], dict[str, str]]:
-        return self.tracking
-
-    def compile_cache(self) -> Path:
-        return compile_cache(self.launch)
-
-    def prepare(self) -> None:
-        give_to_ranks(self.run_dir, self.launch)
-        give_block_cache(self.launch)
-
     def start(
         self, program: Program, tasks: Mapping[str, Path], *, add: Callable[[Node], None]
     ) -> Mapping[str, HostError]:
@@ -178,9 +157,8 @@ class DockerLauncher:
             container = standby = self._hand_over(host, task, program)
             if not standby:
                 job = self._job(program, host, what=task.parent.name, command=(str(task),))
-                secret = json.dumps(dict(program.secrets)).encode() if program.secrets else b""
                 with closing(connect(host)) as client:
-                    container = containers.start(client, job, secret=secret)
+                    container = containers.start(client, job, secret=program.secret_input)
             # In this thread, so that an interruption of the main thread cannot lose a started container.
             node = ContainerNode(host, container, end_path=end_path(task), log=self.log_path(host.name))
             node.stood_by = bool(standby)
@@ -244,9 +222,6 @@ class DockerLauncher:
         on_each(hosts, remove)
         self.standbys.clear()
 
-    def log_path(self, host: str) -> Path:
-        return self.run_dir / "logs" / f"{host}.log"
-
     def place(self, outcome: AttemptOutcome) -> str:
         if outcome.gpu is None:
             return outcome.host
@@ -256,6 +231,49 @@ class DockerLauncher:
     def _mine(self, hosts: Sequence[Host]) -> list[DockerHost]:
         names = {host.name for host in hosts}
         return [host for host in self.hosts() if host.name in names]
+
+
+def remove_containers(
+    hosts: Sequence[DockerHost],
+    run_id: str,
+    run_dir: Path,
+    *,
+    grace_s: float = 0.0,
+    keep: Collection[str] = (),
+    keep_lease: Path | None = None,
+) -> dict[str, HostError]:
+    """Remove all containers of the run from every host; with `grace_s`, ranks save a checkpoint first.
+
+    `keep`: IDs of containers that stand by for the next attempt and have no task; `keep_lease`: their lease.
+
+    Returns the hosts whose containers could not be removed, each with the error; most of them do not answer. Ranks
+    there end when they see that the lease of their attempt is gone.
+    """
+
+    def stop_on(host: DockerHost) -> None:
+        with closing(connect(host, timeout_s=ANSWER_S)) as client:
+            running = [found for found in containers.find(client, run=run_id) if found.status == "running"]
+        if running:  # Docker answers when the containers have ended
+            with closing(connect(host, timeout_s=grace_s + ANSWER_S)) as client:
+                for container in running:
+                    containers.stop(client, container.id, grace_s=grace_s)
+
+    def remove_on(host: DockerHost) -> int:
+        with closing(connect(host, timeout_s=ANSWER_S)) as client:
+            found = [each for each in containers.find(client, run=run_id) if each.id not in keep]
+            for container in found:
+                containers.remove(client, container.id)
+            return len(found)
+
+    if grace_s:
+        ask_to_stop(run_dir)
+        on_each(hosts, stop_on)
+    withdraw_leases(run_dir, keep=keep_lease)  # first, so that a launcher that lives knows the reason
+    removed = on_each(hosts, remove_on)
+    for name, found in removed.items():
+        if not isinstance(found, HostError) and found:
+            logger.warning("%s: removed %d containers of an earlier attempt at %s", name, found, run_id)
+    return {name: result for name, result in removed.items() if isinstance(result, HostError)}
 
 
 def images_of(run_dir: Path) -> dict[str, str]:

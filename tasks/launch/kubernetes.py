@@ -5,7 +5,6 @@ A host is a node of the run, not a machine: the cluster places each attempt's po
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -20,13 +19,10 @@ from infra.pods import PodGroup, PodState, address
 from tasks.hardware.pods import GONE_S, INDEX, PodSlot, StartWait, cluster_of, pod_group, slots_of_cluster
 from tasks.launch.attempt import end_path
 from tasks.launch.failure import LAST_LINES, UNKNOWN, AttemptOutcome, NodeState
-from tasks.launch.fencing import ask_to_stop
-from tasks.launch.launcher import DONE, STOPPED, Host, Node, Program, grace_s
-from tasks.launch.lease import FENCE_S, withdraw_leases
-from tasks.launch.local import end_earlier_attempt
-from tasks.launch.rank_environment import compile_cache, give_block_cache, give_to_ranks, tracking_for_ranks
+from tasks.launch.launcher import DONE, STOPPED, Host, Node, Program
+from tasks.launch.lease import FENCE_S, ask_to_stop, withdraw_leases
+from tasks.launch.remote import RemoteLauncher
 from tasks.launch.standby import standby_lease
-from tasks.runs.folder import read_plan
 from tasks.workspace.paths import home
 from training.config.launch import LaunchConfig
 from training.records.node import NodeTask
@@ -152,29 +148,20 @@ class GroupWatch:
                         node.seen(pods.get(name))
 
 
-class KubernetesLauncher:
+class KubernetesLauncher(RemoteLauncher):
     """Pods as launch.kubernetes describes them. `unplaced`: hosts for whose pods the last attempt found no machine."""
 
-    pid_for_nodes = 0
     heartbeat = HEARTBEAT.path
     signals_are_the_users = False  # a shutdown, a drain and a preemption send SIGTERM too
 
     def __init__(self, launch: LaunchConfig, *, run_dir: Path, mlflow_run_id: str = "") -> None:
-        self.launch, self.run_dir = launch, run_dir
-        self.tracking = tracking_for_ranks(launch, mlflow_run_id=mlflow_run_id)
-        self.ranks_send_metrics = "MLFLOW_RUN_ID" in self.tracking[0]
+        super().__init__(launch, run_dir=run_dir, mlflow_run_id=mlflow_run_id)
         self.cluster = cluster_of(launch)
         self.unplaced: dict[str, HostError] = {}
         self.nodes: Mapping[str, PodNode] = {}  # of the last attempt
 
     def hosts(self) -> Sequence[PodSlot]:
         return slots_of_cluster(self.launch)
-
-    def master_port(self) -> int:
-        return self.launch.port
-
-    def take_over(self) -> None:
-        end_earlier_attempt(self.run_dir, grace_s=grace_s(read_plan(self.run_dir)))  # of a start on this machine
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
         """Remove all pods of the run. A pod whose machine is lost stays listed; it does not prevent new pods.
@@ -188,20 +175,6 @@ class KubernetesLauncher:
         absent = {name: error for name, error in self.unplaced.items() if name in {host.name for host in hosts}}
         self.unplaced = {}
         return absent
-
-    def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        """Return nothing: before the pods are placed, there are no machines to check."""
-        return {}
-
-    def environment(self) -> tuple[dict[str, str], dict[str, str]]:
-        return self.tracking
-
-    def compile_cache(self) -> Path:
-        return compile_cache(self.launch)
-
-    def prepare(self) -> None:
-        give_to_ranks(self.run_dir, self.launch)
-        give_block_cache(self.launch)
 
     def start(
         self, program: Program, tasks: Mapping[str, Path], *, add: Callable[[Node], None]
@@ -221,7 +194,7 @@ class KubernetesLauncher:
             watch.start()
             return self._wait_until_started(watch)
         except ClusterError as error:
-            return {name: _of(name, error) for name in tasks}
+            return {name: HostError(f"{name}: {error}", hosts=(name,), unreachable=error.unreachable) for name in tasks}
 
     def _group(self, program: Program, folder: Path, hosts: tuple[str, ...]) -> PodGroup:
         kind_of_attempt = "" if folder.parent.name == "attempts" else f"{folder.parent.name}-"
@@ -234,7 +207,7 @@ class KubernetesLauncher:
             hosts=hosts,
             command=("python", "-m", "training.node", f"{folder}/{TASK_OF_INDEX.format(INDEX)}"),
             threads=program.threads,
-            secret=json.dumps(dict(program.secrets)).encode() if program.secrets else b"",
+            secret=program.secret_input,
             working_dir=program.working_dir,
             heartbeat=HEARTBEAT,
             grace_s=program.grace_s + END_S,  # also the grace period of an eviction, a drain or a preemption
@@ -266,9 +239,6 @@ class KubernetesLauncher:
     def close(self) -> None:
         """Do nothing: this launcher has no standbys."""
 
-    def log_path(self, host: str) -> Path:
-        return self.run_dir / "logs" / f"{host}.log"
-
     def place(self, outcome: AttemptOutcome) -> str:
         node = self.nodes.get(outcome.host)
         place = f"{outcome.host} on machine {node.pod.machine}" if node is not None and node.pod else outcome.host
@@ -286,10 +256,6 @@ def _write_task(path: Path, number: int, own: str, *, master: str) -> None:
     task = NodeTask.read(path).model_copy(update={"local_address": own, "master_address": master})
     task.write(path)
     task.write(path.with_name(TASK_OF_INDEX.format(number)))
-
-
-def _of(name: str, error: ClusterError) -> HostError:
-    return HostError(f"{name}: {error}", hosts=(name,), unreachable=error.unreachable)
 
 
 def _still_there(pod: PodState) -> str:

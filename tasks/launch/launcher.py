@@ -7,6 +7,7 @@ attempt.py, failure.py, host_set.py and recovery.py.
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,6 @@ from training.records.plan import CustomProgramPlan, RunPlan
 
 ANSWER_S = 5.0  # a host that takes longer counts as silent; the next request follows at once
 DONE, STOPPED = 0, 130  # training/node/__main__.py's exit codes for a regular end
-ASKED = "stop-asked"  # file beside an attempt's lease: `shardline stop`, or a resume elsewhere, asks ranks to stop
 STOP_GRACE_S = 120.0
 CHECKPOINT_GIB_PER_S = 0.1  # the slowest disk for which the launcher waits until checkpoints are written
 
@@ -53,6 +53,11 @@ class Program:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     grace_s: float = 120.0
     compile_cache: Path | None = None  # in the shared folder, because a container's folder ends with it
+
+    @property
+    def secret_input(self) -> bytes:
+        """The secrets as a node reads them; empty without secrets."""
+        return json.dumps(dict(self.secrets)).encode() if self.secrets else b""
 
 
 class Host(Protocol):

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +24,7 @@ FENCE_S = 3.0
 RENEWALS = 6  # more than once within lease_s, because a file server may be slow
 RENEW_EVERY_S = 2.0  # at most: for as long `shardline ps` on another machine waits to see the launcher's life
 WATCH_EVERY_S = 0.1
+ASKED = "stop-asked"  # file beside an attempt's lease: `shardline stop`, or a resume elsewhere, asks ranks to stop
 
 
 def withdraw_leases(run_dir: Path, *, keep: Path | None = None) -> bool:
@@ -34,6 +36,13 @@ def withdraw_leases(run_dir: Path, *, keep: Path | None = None) -> bool:
     for lease in leases:
         lease.unlink(missing_ok=True)
     return bool(leases)
+
+
+def ask_to_stop(run_dir: Path) -> None:
+    """Mark that the nodes were asked to end, so that their launcher, if it lives, does not start them again."""
+    for lease in run_dir.glob("*/*/lease"):
+        with suppress(OSError):  # a full disk; the lease, which is removed next, has the same effect
+            lease.with_name(ASKED).touch()
 
 
 def renewed_leases(patience_s: Mapping[Path, float]) -> set[Path]:

@@ -151,6 +151,14 @@ def _own_environment(of_torch: Iterable[str], mlflow_run_id: str) -> dict[str, s
     return own | ({"MLFLOW_RUN_ID": mlflow_run_id} if mlflow_run_id else {})
 
 
+def end_of_log(path: Path, start: int) -> tuple[str, ...]:
+    """Return the last lines of a node's log, without secrets; those before `start` are of another attempt."""
+    with suppress(OSError), path.open("rb") as log:
+        log.seek(start)
+        return tuple(map(without_secrets, log.read().decode(errors="replace").splitlines()[-LAST_LINES:]))
+    return ()
+
+
 class ProcessNode(Node):
     """A node program that is a child process. It is never silent: the process table always answers.
 
@@ -181,10 +189,7 @@ class ProcessNode(Node):
         return end is not None and end.ending == "done"
 
     def _read_end(self) -> None:
-        with suppress(OSError), self.log.open("rb") as log:
-            log.seek(self.log_from)
-            lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-            self.last_lines = tuple(map(without_secrets, lines))
+        self.last_lines = end_of_log(self.log, self.log_from)
         end = self._record()
         killed = end is None or any(failure.exit_code == -SIGKILL for failure in end.failures)
         self.memory_was_used_up = killed and kernel_kills() > self.kills_before

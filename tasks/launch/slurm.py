@@ -23,23 +23,21 @@ from infra.hosts import HostError, on_each
 from infra.slurm import NodeInfo
 from tasks.hardware.slurm_nodes import JobNodes, check_nodes, command, container_options, measure_nodes
 from tasks.launch.attempt import end_path
-from tasks.launch.failure import LAST_LINES, UNKNOWN, AttemptOutcome, NodeState
-from tasks.launch.fencing import ask_to_stop
+from tasks.launch.failure import UNKNOWN, AttemptOutcome, NodeState
 from tasks.launch.launcher import DONE, Host, Node, Program, grace_s
-from tasks.launch.lease import withdraw_leases
-from tasks.launch.local import end_earlier_attempt
-from tasks.launch.rank_environment import tracking_for_ranks
+from tasks.launch.lease import ask_to_stop, withdraw_leases
+from tasks.launch.local import end_of_log
+from tasks.launch.remote import RemoteLauncher
 from tasks.launch.slurm_allocation import Allocation
 from tasks.launch.standby import FOLDER, fits, standby_lease
 from tasks.runs.errors import RunFailed
 from tasks.runs.folder import read_plan
-from tasks.workspace.paths import fresh, home
+from tasks.workspace.paths import fresh
 from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
 from training.records.node import NodeEnd, NodeTask
-from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -101,19 +99,12 @@ class StepNode(Node):
 
     def _ended(self, code: int) -> NodeState:
         """Return the step's exit code. srun's is 0 also after a node's failure, 1 if slurmctld did not answer."""
-        with suppress(OSError), self.log.open("rb") as log:
-            log.seek(self.log_from)
-            lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-            self.last_lines = tuple(map(without_secrets, lines))
+        self.last_lines = end_of_log(self.log, self.log_from)
         text = "\n".join(self.last_lines)
         record = NodeEnd.read(path) if (path := fresh(self.end_path)).exists() else None
         if record is None and (code == DONE or SRUN_FAILED.search(text)):
             code = UNKNOWN
         return NodeState(running=False, exit_code=code, oom_killed=bool(OUT_OF_MEMORY.search(text)))
-
-    def answered(self) -> None:
-        """Note that the machine answers, or that slurmctld cannot tell."""
-        self._answered()
 
     def terminate(self) -> None:
         slurm.terminate(self._steps())
@@ -158,17 +149,14 @@ def end_srun(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-class SlurmLauncher:
+class SlurmLauncher(RemoteLauncher):
     """Steps on the nodes of the run's allocation, which slurm_allocation.py holds."""
 
-    pid_for_nodes = 0
     heartbeat = ""  # not used: slurmctld knows whether a machine answers
 
     def __init__(self, launch: LaunchConfig, *, run_dir: Path, mlflow_run_id: str = "") -> None:
-        self.launch, self.run_dir = launch, run_dir
+        super().__init__(launch, run_dir=run_dir, mlflow_run_id=mlflow_run_id)
         self.allocation = Allocation(launch, run_dir=run_dir)
-        self.tracking = tracking_for_ranks(launch, mlflow_run_id=mlflow_run_id)
-        self.ranks_send_metrics = "MLFLOW_RUN_ID" in self.tracking[0]
         self.standbys: dict[str, Standby] = {}  # host's name -> standby
         self.numbers = count(1)
         self.port_numbers = count()
@@ -192,9 +180,6 @@ class SlurmLauncher:
         """
         number = int(self.allocation.job_id) % 1000 + 1000 * next(self.port_numbers)
         return PORTS[(self.launch.port - PORTS.start + number) % len(PORTS)]
-
-    def take_over(self) -> None:
-        end_earlier_attempt(self.run_dir, grace_s=grace_s(read_plan(self.run_dir)))
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
         """End steps of earlier attempts.
@@ -249,18 +234,6 @@ class SlurmLauncher:
         state = f"Slurm has taken it from job {job.id}" if host.machine not in job.nodes else "it does not respond"
         return HostError(f"{host.name} ({host.machine}): {state} ({info.state})", hosts=(host.name,), unreachable=True)
 
-    def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        """Return nothing: slurmd checks its own node, and ranks report missing files."""
-        return {}
-
-    def environment(self) -> tuple[dict[str, str], dict[str, str]]:
-        return self.tracking
-
-    def compile_cache(self) -> Path:
-        folder = home() / "compiled"
-        folder.mkdir(exist_ok=True)
-        return folder
-
     def prepare(self) -> None:
         """Wait for nodes, if they were given back. Raises RunStopped if the job was cancelled."""
         if self.allocation.surrounds_us:
@@ -282,7 +255,6 @@ class SlurmLauncher:
     def start(
         self, program: Program, tasks: Mapping[str, Path], *, add: Callable[[Node], None]
     ) -> Mapping[str, HostError]:
-        secret = json.dumps(dict(program.secrets)).encode() if program.secrets else b""
         watch = Watch()
 
         def start_on(host: SlurmHost) -> None:
@@ -292,7 +264,7 @@ class SlurmLauncher:
             if standby is not None:
                 process, step = standby.process, standby.step
             else:
-                process = self._start(program, host, str(task), step=step, secret=secret)
+                process = self._start(program, host, str(task), step=step, secret=program.secret_input)
             node = StepNode(host, process, step=step, end_path=end_path(task), log=log, log_from=log_from)
             node.stood_by = standby is not None
             watch.nodes.append(node)
@@ -351,9 +323,6 @@ class SlurmLauncher:
             waits_for_input=waits_for_input,
         )
 
-    def log_path(self, host: str) -> Path:
-        return self.run_dir / "logs" / f"{host}.log"
-
     def place(self, outcome: AttemptOutcome) -> str:
         machines = dict(zip((host.name for host in self.hosts()), self.allocation.machines, strict=False))
         names = [f"{name} ({machines[name]})" if name in machines else name for name in outcome.host.split(", ")]
@@ -379,7 +348,7 @@ class Watch(threading.Thread):
             for node in nodes:
                 info = infos.get(node.machine)
                 if info is None or (info.responds and not info.is_down):
-                    node.answered()
+                    node.answered_at = time.monotonic()
             time.sleep(POLL_S)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -315,11 +314,6 @@ def options_of(wanted: SlurmConfig, *, log: Path) -> Sequence[str]:
         "--no-kill",
         "--no-requeue",
         "--open-mode=append",
-        f"--output={_escaped(log)}",
+        f"--output={str(log).replace('%', '%%')}",  # % begins sbatch's placeholders
         *(word for line in wanted.options for word in shlex.split(line)),
     ]
-
-
-def _escaped(path: Path) -> str:
-    """Return the path with sbatch's placeholders escaped."""
-    return re.sub("%", "%%", str(path))

@@ -85,7 +85,10 @@ def prune(*, older_than_days: float, keep_newest: int, dry_run: bool) -> Pruning
     runs = sorted(map(_read, all_run_folders()), key=lambda run: run.age_days)
     kept = _kept_runs(runs, registered, older_than_days=older_than_days, keep_newest=keep_newest)
     items = [
-        *_judged_runs(runs, kept),
+        *(
+            _item("run", run.folder, kept=run.folder.name in kept, why=kept.get(run.folder.name, _age(run.age_days)))
+            for run in runs
+        ),
         *_judged_checkpoints([run for run in runs if run.folder.name in registered], older_than_days),
         *_judged_shards([run for run in runs if run.folder.name in kept], older_than_days),
         *_judged_copies([run for run in runs if run.folder.name in kept], older_than_days),
@@ -175,12 +178,6 @@ def _age(days: float) -> str:
     return f"{counted(round(days), 'day')} old"
 
 
-def _judged_runs(runs: Iterable[RunFolder], kept: Mapping[str, str]) -> Iterator[Item]:
-    for run in runs:
-        name = run.folder.name
-        yield _item("run", run.folder, kept=name in kept, why=kept.get(name, _age(run.age_days)))
-
-
 def _judged_checkpoints(registered: Iterable[RunFolder], older_than_days: float) -> Iterator[Item]:
     """Judge the checkpoints before the one that a version was made from, if the run has ended long ago."""
     for run in registered:
@@ -203,26 +200,25 @@ def _judged_shards(kept: Sequence[RunFolder], older_than_days: float) -> Iterato
     }
     for folder in sorted(path for path in (home() / "tokens").glob("*") if path.is_dir() and path.name[0] != "."):
         users = [name for name, paths in needs.items() if folder.resolve() in paths]
-        age_days = (time.time() - folder.stat().st_mtime) / DAY_S
-        if users or unknown:
-            yield _item("shards", folder, kept=True, why=f"{', '.join(users or unknown)} may need them")
-        elif age_days < older_than_days:
-            yield _item("shards", folder, kept=True, why=_age(age_days))
-        else:
-            yield _item("shards", folder, kept=False, why="no run that is kept was trained on them")
+        uses = ("may need them", "was trained on them")
+        yield _judged_by_use("shards", folder, users or unknown, older_than_days, uses=uses)
 
 
 def _judged_copies(kept: Sequence[RunFolder], older_than_days: float) -> Iterator[Item]:
     """Judge the local copies of files behind URLs; they are fetched again when they are needed."""
     for folder in sorted(path for path in (home() / "copies").glob("*") if path.is_dir()):
         users = [run.folder.name for run in kept if run.needs is None or folder.resolve() in run.needs]
-        age_days = (time.time() - folder.stat().st_mtime) / DAY_S
-        if users:
-            yield _item("copy", folder, kept=True, why=f"{', '.join(users)} began with it")
-        elif age_days < older_than_days:
-            yield _item("copy", folder, kept=True, why=_age(age_days))
-        else:
-            yield _item("copy", folder, kept=False, why="no run that is kept began with it")
+        yield _judged_by_use("copy", folder, users, older_than_days, uses=("began with it", "began with it"))
+
+
+def _judged_by_use(
+    kind: Literal["shards", "copy"], folder: Path, users: list[str], older_than_days: float, *, uses: tuple[str, str]
+) -> Item:
+    """Keep what runs use, and what is young. `uses`: what a user does with it, and what no kept run did."""
+    age_days = (time.time() - folder.stat().st_mtime) / DAY_S
+    if users or age_days < older_than_days:
+        return _item(kind, folder, kept=True, why=f"{', '.join(users)} {uses[0]}" if users else _age(age_days))
+    return _item(kind, folder, kept=False, why=f"no run that is kept {uses[1]}")
 
 
 def _with_sources(folder: Path) -> frozenset[Path]:
@@ -246,7 +242,7 @@ def _held(item: Item, folder: Path) -> AbstractContextManager[object]:
     """Prevent other processes from working on the folder. Raises Locked or AlreadyOwned if one does."""
     if item.kind == "copy":
         return exclusive(folder.with_name(f".{folder.name}.lock"))
-    return exclusive(folder / ".lock") if item.kind == "shards" else owned(_run_of(folder))
+    return exclusive(folder / ".lock") if item.kind == "shards" else owned(home() / folder.relative_to(home()).parts[0])
 
 
 def _delete(item: Item) -> bool:
@@ -264,10 +260,6 @@ def _delete(item: Item) -> bool:
         return False
     shutil.rmtree(aside)
     return True
-
-
-def _run_of(folder: Path) -> Path:
-    return home() / folder.relative_to(home()).parts[0]
 
 
 def _delete_in_mlflow(client: MlflowClient, run_ids: Iterable[str]) -> None:

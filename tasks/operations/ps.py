@@ -172,27 +172,17 @@ def _row(host: str, each: OnHost, renewed: Collection[Path]) -> Running:
     found, state, run_dir = each.found, each.state, run_folder(each.found.run)
     task = run_dir / "attempts" / found.attempt / f"{found.host}.json"
     looked_after, launcher = launcher_of(each, renewed, for_s=ANSWER_S)
+    status = state.status if state.running or state.status == "created" else f"{state.status} ({state.exit_code})"
+    ranks = (_planned_ranks(run_dir) if found.attempt else None) if each.job else _ranks_of(task)
     if each.job:
-        return Running(
-            run=found.run,
-            attempt=found.attempt,
-            host=found.host,
-            container=found.name,
-            ranks=_planned_ranks(run_dir) if found.attempt else None,
-            status=f"{found.status} ({found.name})",
-            health="",
-            since=state.started_at,
-            step=last_logged_step(run_dir),
-            looked_after=looked_after,
-            launcher=launcher,
-        )
+        host, status = found.host, f"{found.status} ({found.name})"
     return Running(
         run=found.run,
         attempt=found.attempt,
         host=f"{found.host} ({each.machine})" if each.machine else host,
         container=found.name,
-        ranks=_ranks_of(task),
-        status=state.status if state.running or state.status == "created" else f"{state.status} ({state.exit_code})",
+        ranks=ranks,
+        status=status,
         health=state.health,
         since=state.started_at if state.running else state.finished_at,
         step=last_logged_step(run_dir),

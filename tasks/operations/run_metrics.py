@@ -75,20 +75,15 @@ class RunMetrics(Collector):
         for run in runs:
             info.add_metric([run.run, run.strategy, run.status], 1)
         yield info
-        yield _family(
-            "shardline_run_planned_steps", "Steps of the whole run", runs, [run.planned_steps for run in runs]
-        )
+        steps = GaugeMetricFamily("shardline_run_planned_steps", "Steps of the whole run", labels=LABELS)
+        yield _filled(steps, runs, [run.planned_steps for run in runs])
         for name, (about, read) in GAUGES.items():
-            yield _family(name, about, runs, [read(run.row) for run in runs])
+            yield _filled(GaugeMetricFamily(name, about, labels=LABELS), runs, [read(run.row) for run in runs])
         for name, about, values in (
             ("shardline_run_tokens", "Tokens trained", [run.row.get("tokens") for run in runs]),
             ("shardline_run_attempts", "Starts of its ranks, resumes included", [float(run.attempts) for run in runs]),
         ):
-            counter = CounterMetricFamily(name, about, labels=LABELS)
-            for run, value in zip(runs, values, strict=True):
-                if value is not None:
-                    counter.add_metric([run.run, run.strategy], value)
-            yield counter
+            yield _filled(CounterMetricFamily(name, about, labels=LABELS), runs, values)
         disk = shutil.disk_usage(self.home)
         yield GaugeMetricFamily("shardline_home_free_bytes", "Free bytes on the disk of SHARDLINE_HOME", disk.free)
         yield GaugeMetricFamily("shardline_home_size_bytes", "Size of the disk of SHARDLINE_HOME", disk.total)
@@ -102,8 +97,9 @@ class RunMetrics(Collector):
                 yield figures
 
 
-def _family(name: str, about: str, runs: Iterable[RunFigures], values: Iterable[float | None]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, about, labels=LABELS)
+def _filled(
+    family: CounterMetricFamily | GaugeMetricFamily, runs: Iterable[RunFigures], values: Iterable[float | None]
+) -> Metric:
     for run, value in zip(runs, values, strict=True):
         if value is not None:
             family.add_metric([run.run, run.strategy], value)

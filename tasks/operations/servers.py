@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 
 import httpx
 import psutil
@@ -92,11 +91,6 @@ def stop_server(url: str) -> StoppedServer:
         pids = " ".join(map(str, running()))
         raise RuntimeError(f"the server at {url} still runs {TIMEOUT_S:.0f} s after SIGTERM: `kill -9 {pids}`")
     for path, record in found:
-        _forget(path, record)
+        if path.exists() and ServerRecord.read(path).process == record.process:  # a killed server leaves it
+            path.unlink()
     return StoppedServer(url=url, pids=tuple(sorted(process.pid for process in processes)))
-
-
-def _forget(path: Path, record: ServerRecord) -> None:
-    """Remove the record that a killed server left."""
-    if path.exists() and ServerRecord.read(path).process == record.process:
-        path.unlink()

@@ -14,7 +14,7 @@ import psutil
 from infra import slurm
 from infra.hosts import DockerHost, HostError
 from tasks.hardware.pods import cluster_of
-from tasks.launch.fencing import remove_containers
+from tasks.launch.docker_hosts import remove_containers
 from tasks.launch.kubernetes import remove_pods
 from tasks.launch.launcher import grace_s
 from tasks.launch.local import end_earlier_attempt

@@ -80,7 +80,7 @@ class ChallengerWatcher:
         client = registry_client(self.tracking_uri)
         for model in self.models or [found.name for found in client.search_registered_models()]:
             due = self._due(client, model)
-            if due is None or model.startswith("-") or self._is_running(model):
+            if due is None or model.startswith("-") or (model in self._running and self._running[model]()):
                 continue
             if time.monotonic() < self._not_before.get(due, 0):
                 continue
@@ -88,9 +88,6 @@ class ChallengerWatcher:
             self._not_before[due] = time.monotonic() + RETRY_S * attempt
             logger.info("starting the promotion of %s/%d: %s", model, due.version, due.reason)
             self._running[model] = self.start(due)
-
-    def _is_running(self, model: str) -> bool:
-        return model in self._running and self._running[model]()
 
     def _due(self, client: MlflowClient, model: str) -> DuePromotion | None:
         registered = client.get_registered_model(model)

@@ -161,7 +161,10 @@ def changes(run_dir: Path, config: RunConfig, *, begun_with: RunConfig) -> tuple
     changed = [(field, value, new.get(field)) for field, value in fields.items() if value != new.get(field)]
     if not changed:
         return ()
-    effects = [_effect(field) for field, _, _ in changed]
+    effects = [
+        next((effect, note) for pattern, effect, note in TABLE if fnmatchcase(field, pattern))
+        for field, _, _ in changed
+    ]
     if plan is None or any(effect == "refused" for effect, _ in effects):
         verdict = NOTHING_DONE
     else:
@@ -188,10 +191,6 @@ def accepted(run_dir: Path, config: RunConfig, *, begun_with: RunConfig, force: 
         )
         raise ValueError("\n".join([refusal, *breaking]))
     return found
-
-
-def _effect(field: str) -> tuple[Effect, str]:
-    return next((effect, note) for pattern, effect, note in TABLE if fnmatchcase(field, pattern))
 
 
 def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect, str]:

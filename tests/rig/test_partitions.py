@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launch.docker_hosts import hosts_of
-from tasks.launch.fencing import remove_containers
+from tasks.launch.docker_hosts import hosts_of, remove_containers
 from tasks.launch.recovery import attempts_of
 from tasks.runs.errors import RunFailed
 from tests.support.configs import read_plan

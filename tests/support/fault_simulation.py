@@ -46,13 +46,13 @@ from infra.hosts import HostError
 from tasks.launch import (
     attempt,
     docker_hosts,
-    fencing,
     host_set,
     launcher,
     lease,
     programs,
     rank_logs,
     recovery,
+    remote,
     standby,
 )
 from tasks.launch.docker_hosts import ContainerNode, DockerLauncher
@@ -1184,7 +1184,7 @@ class World(Scheduler):
 
     def _remove_containers(self, *, grace_s: float = 0.0) -> None:
         hosts: list[Any] = [*self.hosts]
-        fencing.remove_containers(hosts, RUN_ID, self.run_dir, grace_s=grace_s)
+        docker_hosts.remove_containers(hosts, RUN_ID, self.run_dir, grace_s=grace_s)
 
     def _reconcile(self) -> None:
         """As the start of another run does."""
@@ -1563,14 +1563,14 @@ def _in_place_of_what_is_real(world: World) -> Iterator[None]:
     stand_ins: list[tuple[object, str, object]] = [
         *((module, "time", world) for module in clocks),
         *((module, "threading", world.threading()) for module in (lease, metrics_log, docker_hosts, standby)),
-        *((module, "containers", world.docker) for module in (docker_hosts, fencing)),
-        *((module, "connect", world.docker.connect) for module in (docker_hosts, fencing)),
-        *((module, "on_each", world.on_each) for module in (attempt, docker_hosts, fencing, standby)),
+        (docker_hosts, "containers", world.docker),
+        (docker_hosts, "connect", world.docker.connect),
+        *((module, "on_each", world.on_each) for module in (attempt, docker_hosts, standby)),
         *((module, "write_atomically", world.write) for module in (lease, mlflow_sender, record)),
         (docker_hosts, "last_lines", world.docker.last_lines),
         (docker_hosts, "LogFollower", no_log),
         (docker_hosts, "ContainerNode", functools.partial(SimulatedNode, world)),
-        (docker_hosts, "tracking_for_ranks", tracking_for_ranks),
+        (remote, "tracking_for_ranks", tracking_for_ranks),
         (host_set, "plan_for_hosts", world.plan_for_hosts),
         (launcher, "STOP_GRACE_S", GRACE_S),
         *((module, "POLL_S", POLL_S) for module in (attempt, docker_hosts)),

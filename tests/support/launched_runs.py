@@ -13,8 +13,7 @@ from pathlib import Path
 from mlflow import MlflowClient
 
 from tasks.launch import programs
-from tasks.launch.docker_hosts import hosts_of
-from tasks.launch.fencing import remove_containers
+from tasks.launch.docker_hosts import hosts_of, remove_containers
 from tasks.launch.launcher import grace_s
 from tasks.launch.recovery import attempts_of
 from tasks.launch.slurm import stop_steps

@@ -84,7 +84,11 @@ def sizes_of(hf: Any, *, counted: str) -> ModelSizes:
     layers = (
         _layer([each for each in tensors if each.name.startswith(f"{name}.{number}.")]) for number in range(num_layers)
     )
-    per_word = sum(each.numel // len(embedding) for each in last if each.has_rows(len(embedding)))
+    per_word = sum(
+        each.numel // len(embedding)
+        for each in last
+        if each.shape[:1] == (len(embedding),) and "norm" not in each.name  # a row or a number for each word
+    )
     parameters = {alias for each in tensors for alias in each.aliases}
     return ModelSizes(
         counted=counted,
@@ -121,10 +125,6 @@ class _Tensor:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    def has_rows(self, num_words: int) -> bool:
-        """Whether it has a row or a number for each word."""
-        return self.shape[:1] == (num_words,) and "norm" not in self.name
 
 
 def _tensors(hf: Any) -> list[_Tensor]:

@@ -54,7 +54,7 @@ def main(path: Path) -> int:
     order, output = StopOrder(task), Output()
     secrets: dict[str, str] = {}
     try:
-        secrets = _read_secrets(order, timeout_s=task.lease_s) if task.secrets_on_stdin else {}
+        secrets = _parsed(_read_line(order, timeout_s=task.lease_s)) if task.secrets_on_stdin else {}
     except ValueError as error:
         return _finish(task, _not_started(str(error), order), secrets, output=output)
     with started(task, secrets) as process:
@@ -289,14 +289,6 @@ def write_heartbeat(path: Path) -> None:
     with suppress(OSError):
         aside.write_bytes(Path("/proc/uptime").read_bytes().partition(b".")[0])
         aside.replace(path)
-
-
-def _read_secrets(order: StopOrder, *, timeout_s: float) -> dict[str, str]:
-    """Read environment variables from stdin: a JSON object, up to the end of input.
-
-    Raises ValueError, without quoting the content, if it is not valid, is late, or this node is asked to stop.
-    """
-    return _parsed(_read_line(order, timeout_s=timeout_s))
 
 
 def _read_line(order: StopOrder, *, timeout_s: float, died: Callable[[], bool] = lambda: False) -> bytes:

@@ -138,12 +138,12 @@ def _become_rank(environment: Mapping[str, str]) -> None:
 
 def _gpu_is_open() -> bool:
     """Whether this process holds a device file of a GPU's driver."""
-    links = (os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_open(number))
+    links = (
+        os.readlink(f"/proc/self/fd/{number}")
+        for number in os.listdir("/proc/self/fd")
+        if os.path.lexists(f"/proc/self/fd/{number}")
+    )
     return any(link.startswith(("/dev/nvidia", "/dev/kfd")) for link in links)
-
-
-def _is_open(number: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{number}")
 
 
 def _listener(environment: Mapping[str, str]) -> socket.socket:

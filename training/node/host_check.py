@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,7 @@ from training.node.infiniband import findings as infiniband_findings
 
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
+CPUINFO = Path("/proc/cpuinfo")
 BUSY_WINDOW_S = 0.2
 OBJECTIVES = ("causal", "masked")
 COUNT_S = 180.0  # importing torch from a cold network disk takes a minute
@@ -54,6 +56,11 @@ class Asked:
     infiniband: bool = True  # whether its adapters shall be used
     adapters: str = ADAPTERS
     memory_dir: str = ""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Python's arguments for the check."""
+        return "-m", "training.node.host_check", json.dumps(asdict(self))
 
 
 def main(asked: Asked) -> None:
@@ -222,7 +229,7 @@ def check_network(asked: Asked) -> list[str]:
     return findings + check_port(asked.port, family=socket.AF_INET6 if ":" in asked.address else socket.AF_INET)
 
 
-def check_port(port: int, *, family: socket.AddressFamily = socket.AF_INET) -> list[str]:
+def check_port(port: int, *, family: socket.AddressFamily) -> list[str]:
     """Check the port on all addresses, as torch's store does; a port that lingers from an earlier attempt is free."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -237,12 +244,12 @@ def check_port(port: int, *, family: socket.AddressFamily = socket.AF_INET) -> l
 
 
 def local_addresses() -> list[tuple[str, str]]:
-    """Return (interface, address) of all of this host's IP addresses."""
+    """Return (interface, address) of all IPv4 and IPv6 addresses."""
     return [
-        (name, known.address.partition("%")[0])  # the rest is the interface of a link-local one
+        (name, each.address.partition("%")[0])  # fe80::1%eth0
         for name, addresses in psutil.net_if_addrs().items()
-        for known in addresses
-        if known.family in (socket.AF_INET, socket.AF_INET6)
+        for each in addresses
+        if each.family in {socket.AF_INET, socket.AF_INET6}
     ]
 
 
@@ -295,8 +302,10 @@ def prepare_host_memory(asked: Asked, *, mounted_at: Path = Path(HOST_MEMORY)) -
 
 
 def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    """Return the processor's name; its architecture's on machines that do not tell it."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def sources_sha256(folder: Path) -> str:

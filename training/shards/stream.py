@@ -53,15 +53,11 @@ class TokenStream:
         """Return the shard with the token at `position`."""
         return self._shards[self._shard_at(position)]
 
-    def document_at(self, position: int) -> int:
-        """Return the number, within this split, of the document with the token at `position` (or its end token)."""
-        assert 0 <= position < len(self), f"{position} is outside of [0, {len(self)})"
-        index = self._shard_at(position)
-        within = np.searchsorted(self._ends(index), position - self._starts[index], side="right")
-        return self._first_documents[index] + int(within)
-
     def document_ids(self, start: int, stop: int) -> np.ndarray:
-        """`document_at` of every position in [start, stop): int64 (stop - start,)."""
+        """Return the number, within this split, of the document of each token in [start, stop): int64 (stop - start,).
+
+        An end token belongs to the document that it ends.
+        """
         assert 0 <= start <= stop <= len(self), f"[{start}, {stop}) is outside of [0, {len(self)})"
         ids = np.zeros(stop - start, np.int64)
         index = self._shard_at(start)

@@ -84,11 +84,11 @@ class Strategy(Protocol):
 Build = Callable[[RankPlan, Mesh, LanguageModel, Mapping[str, Tensor]], Strategy]
 
 STRATEGIES: dict[str, Build] = {
-    "single": torch_strategy.build,
-    "ddp": ddp.build,
+    "single": torch_strategy.TorchStrategy,
+    "ddp": ddp.Ddp,
     "fsdp": fsdp.build,
     "hsdp": fsdp.build,
-    "local-sgd": local_sgd.build,
+    "local-sgd": local_sgd.LocalSgd,
     "zero1": zero.build,
     "zero2": zero.build,
     "zero3": zero.build,
@@ -132,5 +132,5 @@ def parallelize(
     if plan.config.parallel.async_tp and plan.sequence_parallel:
         use_async_tp(mesh["tp"].get_group(), device)
     if plan.mesh["pp"] > 1:
-        return pipeline.build(plan, mesh, model, weights)
+        return pipeline.Pipeline(plan, mesh, model, weights)
     return STRATEGIES[plan.strategy](plan, mesh, model, weights)

@@ -20,10 +20,6 @@ from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Ddp:
-    return Ddp(plan, mesh, model, weights)
-
-
 class Ddp(TorchStrategy):
     """Data parallelism. `group`: the ranks that average their gradients; by default all data-parallel ranks."""
 

@@ -131,9 +131,8 @@ class Fsdp(TorchStrategy):
         inside: DeviceMesh,
         sent: tuple[int, int],
     ) -> None:
-        norm_groups = (inside.get_group(),)
         super().__init__(
-            plan, mesh, model, weights, module=model, averaged_over=plan.gradient_ranks, norm_groups=norm_groups
+            plan, mesh, model, weights, averaged_over=plan.gradient_ranks, norm_groups=(inside.get_group(),)
         )
         self.sent, self.accumulated = sent, plan.accumulation
         self.several_groups = inside.size() < plan.gradient_ranks

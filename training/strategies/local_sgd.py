@@ -33,10 +33,6 @@ from training.strategies.ddp import Ddp
 from training.strategies.stats import StepStats
 
 
-def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> LocalSgd:
-    return LocalSgd(plan, mesh, model, weights)
-
-
 class LocalSgd(Ddp):
     """Local SGD and DiLoCo. `weights`, `moments` and `loss` are those of the mean over groups.
 

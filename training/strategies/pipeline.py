@@ -38,10 +38,6 @@ from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Pipeline:
-    return Pipeline(plan, mesh, model, weights)
-
-
 class StageMap:
     """The pipeline stages of all replicas: the layers of each stage, and the ranks that hold each layer.
 
@@ -179,7 +175,6 @@ class Pipeline(TorchStrategy):
             mesh,
             model,
             weights,
-            module=model,
             averaged_over=plan.dp if self.is_sharded else 1,
             norm_groups=(self.pp.get_group(), *shares),
             shard_optimizer=plan.strategy == "zero1",

@@ -30,13 +30,10 @@ from training.strategies.stats import StepStats
 logger = logging.getLogger(__name__)
 
 
-def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> TorchStrategy:
-    return TorchStrategy(plan, mesh, model, weights, module=model)
-
-
 class TorchStrategy:
     """A model, possibly cut over tp ranks or sharded over dp ranks, and a fused AdamW for this rank's parameters.
 
+    `module`: the model as its strategy wraps it; by default the model itself.
     The summed loss is divided by the number of targets of all ranks, so that each target has the same weight in unequal
     micro-batches. `averaged_over`: the ranks over which the module's reduction averages gradients; the loss is
     multiplied by their number. `norm_groups`: groups whose ranks hold different parts of the gradient; the squared norm
@@ -51,14 +48,14 @@ class TorchStrategy:
         model: LanguageModel,
         weights: Mapping[str, Tensor],
         *,
-        module: nn.Module,
+        module: nn.Module | None = None,
         averaged_over: int = 1,
         norm_groups: tuple[dist.ProcessGroup, ...] = (),
         shard_optimizer: bool = False,
         needs_all: bool = False,
     ) -> None:
         train = plan.config.train
-        self.model, self.module, self.mesh, self.averaged_over = model, module, mesh, averaged_over
+        self.model, self.module, self.mesh, self.averaged_over = model, module or model, mesh, averaged_over
         self.clip_norm, self.may_skip = train.clip_norm, train.on_nonfinite == "skip" or plan.scales_loss
         self.scale = LossScale(dynamic=plan.scales_loss)
         self.spikes: Spikes | None = None

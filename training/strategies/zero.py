@@ -40,7 +40,7 @@ def runs_deepspeed(plan: RankPlan) -> bool:
 
 def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero | TorchStrategy:
     if not runs_deepspeed(plan):
-        return TorchStrategy(plan, mesh, model, weights, module=model, shard_optimizer=True)
+        return TorchStrategy(plan, mesh, model, weights, shard_optimizer=True)
     if STRATEGIES[plan.strategy].stage < 3:
         fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over
     return Zero(plan, mesh, model, weights)

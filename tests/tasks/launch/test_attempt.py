@@ -8,9 +8,8 @@ import pytest
 
 from infra.hosts import DockerHost
 from tasks.launch.attempt import Attempt
-from tasks.launch.docker_hosts import ContainerNode, DockerLauncher
+from tasks.launch.docker_hosts import ContainerNode, DockerLauncher, remove_containers
 from tasks.launch.failure import RETRIED, NodeState
-from tasks.launch.fencing import remove_containers
 from tasks.launch.launcher import Program
 from training.config.launch import LaunchConfig
 from training.records.node import NodeEnd

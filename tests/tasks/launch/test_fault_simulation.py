@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infra.hosts import HostError
-from tasks.launch import attempt, docker_hosts, fencing, recovery
+from tasks.launch import attempt, docker_hosts, recovery
 from tasks.launch.attempt import Attempt
 from tasks.launch.docker_hosts import DockerLauncher
 from tasks.launch.failure import AttemptOutcome, classify
@@ -108,7 +108,7 @@ MISTAKES: dict[str, tuple[object, str, Callable[..., object] | float, tuple[str,
         DockerLauncher, "_hand_over", _hand_over_unseen, ("rank killed", "standby killed"), "has no task"
     ),
     "fencing withdraws the lease of what stands by": (
-        fencing, "withdraw_leases", _lease_is_not_kept, ("rank killed",), "while its launcher works"
+        docker_hosts, "withdraw_leases", _lease_is_not_kept, ("rank killed",), "while its launcher works"
     ),
     "the end is not reported": (mlflow_run, "close", lambda *_: None, ("bad loss",), "ending.json says"),
     "an end that nothing takes is given up at once": (

@@ -136,7 +136,7 @@ def test_what_is_wrong_on_nodes_is_said_with_the_cure(pods: Kubernetes) -> None:
     run_dir = pods.home / "wrong"
     run_dir.mkdir()
     launch = launch_of(pods, shm_gib=100_000.0)
-    with pytest.raises(HostsNotReady, match=r"2 of 2 nodes are not ready(?s:.*)machine m1(?s:.*)set launch.shm_gib"):
+    with pytest.raises(HostsNotReady, match=r"2 of 2 hosts are not ready(?s:.*)\(m1\)(?s:.*)set launch.shm_gib"):
         check_pods(cluster_of(launch), launch, home=pods.home, run_dir=run_dir)
     pods.api.machines = {"m1": {}}
     launch = launch_of(pods, wait_s=10.0)

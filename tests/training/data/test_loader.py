@@ -157,7 +157,7 @@ def test_documents_attend_to_themselves_alone_and_begin_with_the_end_token_befor
             assert batch.documents is not None
             assert batch.positions is not None
             for row in range(len(batch.targets)):
-                documents = [stream.document_at(target - FIRST) for target in batch.targets[row].tolist()]
+                documents = stream.document_ids(0, len(stream))[batch.targets[row] - FIRST].tolist()
                 seen = [[mine == other for other in documents] for mine in documents]
                 assert (batch.documents[row][:, None] == batch.documents[row][None]).tolist() == seen
                 assert batch.positions[row].tolist() == [
@@ -292,9 +292,10 @@ def test_the_documents_of_a_share_are_those_its_targets_come_from(packing: str, 
     for rank in range(3):
         targets = torch.cat([b.targets for b in Loader(plan, dp_rank=rank, device=CPU).share(1).batches])
         places = targets[targets != IGNORED] - FIRST
-        expected = {stream.document_at(int(place)) for place in places}
+        documents = stream.document_ids(0, len(stream))
+        expected = {*documents[places].tolist()}
         if packing not in BY_DOCUMENT:  # the token before a window is looked at too
-            expected |= {stream.document_at(int(row[0]) - FIRST - 1) for row in targets if row[0] != IGNORED}
+            expected |= {int(documents[row[0] - FIRST - 1]) for row in targets if row[0] != IGNORED}
         assert documents_in(plan, step=1, dp_rank=rank) == sorted(expected)
 
 

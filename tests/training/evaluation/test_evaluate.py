@@ -121,7 +121,7 @@ def apart(plan: RunPlan) -> Iterator[np.ndarray]:
     """Tokens of each stretch that is to be scored by itself: the first is only looked at."""
     stream, context = TokenStream(Path(plan.shards_dir), "validation"), plan.config.train.context
     tokens = stream.read(0, len(stream)).astype(np.int64)
-    documents = [stream.document_at(place) for place in range(len(stream))]
+    documents = stream.document_ids(0, len(stream)).tolist()
     if plan.config.train.packing in BY_DOCUMENT:
         for number in range(documents[-1] + 1):
             document = np.array([END, *(t for t, d in zip(tokens, documents, strict=True) if d == number)])
