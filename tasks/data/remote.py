@@ -10,15 +10,14 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
 
+from tasks.store.transfer import as_value_errors, hash_of, listing, size_of
 from training.facts.cures import Cure
-from training.store.urls import check_url, filesystem, store_errors, without_query
+from training.store.urls import check_url, filesystem, is_web, store_errors, without_query
 
-WEB = ("http", "https")  # these protocols cannot list the files below a URL
 BLOCK_BYTES = 8 * 2**20  # one request reads this many bytes
 LEAST_BYTES = 2**17  # of a part of a file
-IDENTITIES = ("ETag", "etag", "md5Hash", "crc32c", "content_md5", "blob_id", "oid", "sha256")
 
 
 @dataclass(frozen=True)
@@ -98,50 +97,15 @@ def find_files(url: str, *, field: str = "data.path") -> list[RemoteFile]:
     Raises ValueError, with the cure, if there is nothing, its library is missing, or the store refuses.
     """
     check_url(url, field=field)
-    root = url.rstrip("/")
-    with as_value_errors(f"{field}={url}"), store_errors(url):
+    root, where = url.rstrip("/"), f"{field}={url}"
+    with as_value_errors(where), store_errors(url):
         store = filesystem(url)
         store.invalidate_cache()
-        place = store._strip_protocol(root)
-        if root.startswith(WEB) or store.isfile(root):
-            found = {place: store.info(root)}
-        else:
-            found = store.find(root, detail=True)
-    files = []
-    for path, info in sorted(found.items()):
-        name = path.removeprefix(place).lstrip("/") or _last_part(place)
-        if not any(part.startswith(".") for part in name.split("/")) and info.get("type") != "directory":
-            files.append(RemoteFile(store.unstrip_protocol(path), name, _size(info, f"{field}={url}"), _identity(info)))
-    if not files:
-        raise ValueError(f"{field}={url}: there is no file at this URL or below it: correct the URL")
-    return files
-
-
-def _last_part(url: str) -> str:
-    """Return the name that a URL ends in, without the query of a web address."""
-    return url.partition("?")[0].rpartition("/")[2] if url.startswith(WEB) else url.rpartition("/")[2]
-
-
-def _size(info: dict[str, Any], where: str) -> int:
-    size = info.get("size")
-    if size is None:
-        raise ValueError(f"{where}: the server does not say how long {info.get('name', 'it')} is: {Cure.DOWNLOAD}")
-    return int(size)
-
-
-def _identity(info: dict[str, Any]) -> str:
-    """Return the hash that the store keeps with an object; a web server's weak hash does not count."""
-    found = next((str(info[key]) for key in IDENTITIES if info.get(key)), "")
-    return "" if found.startswith("W/") else found.strip('"')
-
-
-@contextmanager
-def as_value_errors(where: str) -> Iterator[None]:
-    """Turn OSError into ValueError with the cure; `where`: the config's field and the URL."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"{where} cannot be read ({type(error).__name__}: {without_query(str(error))}): check the URL, the "
-            "credentials that the store's library finds, and the network"
-        ) from error
+        if is_web(root) or store.isfile(root):
+            info, name = store.info(root), (root.partition("?")[0] if is_web(root) else root).rpartition("/")[2]
+            return [RemoteFile(root, name, size_of(info, where), hash_of(info))]
+        found = sorted(listing(root).items())
+    shown = [(name, info) for name, info in found if not any(part.startswith(".") for part in name.split("/"))]
+    if not shown:
+        raise ValueError(f"{where}: there is no file at this URL or below it: correct the URL")
+    return [RemoteFile(f"{root}/{name}", name, size_of(info, where), hash_of(info)) for name, info in shown]

@@ -24,9 +24,10 @@ from typing import Any, Literal, Protocol
 from tasks.data.contents import Format, Kind, format_of_name, recognize, settings_in, suffix_of
 from tasks.data.decompression import COMPRESSIONS, compression_of, unpacked
 from tasks.data.encodings import BadLines, GarbledText, Recoded, encoding_of, how_to_read
-from tasks.data.remote import RemoteFile, as_value_errors, find_files
+from tasks.data.remote import RemoteFile, find_files
 from tasks.data.row_filter import RowFilter
 from tasks.hardware.machine import usable_cores
+from tasks.store.transfer import as_value_errors
 from training.config.data import SHARDS, DataConfig
 from training.facts.cures import Cure
 from training.records.record import sha256_file

@@ -16,7 +16,6 @@ from tasks.planning.text import TextEstimate
 from training.config.run import RunConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.mixture import one_pass
-from training.planner.price.pricing import CLOSE
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.record import Record
@@ -25,7 +24,6 @@ from training.records.words import format_duration
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 DURATION = r"(\d+(?:\.\d+)?)\s*([mhdw])"
 ALWAYS = 24  # inventories that are planned in any case; beyond these, only those that could still be the answer
-NEARLY = 1 / CLOSE  # of the time with a faster network: a plan may take a slower layout, for its memory
 LIMITS = dict.fromkeys(("products", "Muon's products", "attention"), "compute")
 LIMITS |= dict.fromkeys(("memory-bound", "optimizer"), "memory bandwidth")
 LIMITS |= dict.fromkeys(("recomputing", "offload"), "memory size")
@@ -86,7 +84,7 @@ class Quote(Record):
 
     `cheapest` meets the deadline, `fastest` the budget. `cannot`: hosts and why no plan is possible on them.
     `not_planned`: hosts that are no better than these even at their best: at the full rate of their GPUs' matrix
-    products, and computing no faster than other hosts of the same GPUs.
+    products, or at the most that a plan reached with the same GPUs.
     """
 
     config: str
@@ -214,31 +212,27 @@ def _plan_all(
             rate for name, rate in gpu.matmul_tflops.items() if name != "fp8" or "fp8" in config.parallel.precision
         )
         flops_per_s[kind] = 1e12 * max(rates) * inventory.num_devices
-    plans, seconds = dict[Hosts, RunPlan | str](), dict[Hosts, float]()
+    plans = dict[Hosts, RunPlan | str]()
     best: list[tuple[bool, float]] = []
     reached = defaultdict[str, float](float)  # FLOP/s of a GPU while it computes, the most of all plans
     flops = 0.0
 
-    def may_be_better(kind: Hosts) -> bool:
-        fastest = min(flops_per_s[kind], inventories[kind].num_devices * (reached[kind.gpu] or math.inf))
-        no_slower = (seconds[each] for each in seconds if each[:-1] == kind[:-1] and each.gb_per_s >= kind.gb_per_s)
-        least_s = max(flops / fastest, *(NEARLY * each for each in no_slower), 0.0)
-        return any(map(tuple.__lt__, goals.missed(least_s, least_s / 3600 * prices[kind]), best))
+    def outcome(kind: Hosts, seconds: float) -> list[tuple[bool, float]]:
+        return goals.missed(seconds, seconds / 3600 * prices[kind])
 
     promising = sorted(inventories, key=lambda kind: prices[kind] / flops_per_s[kind])
-    fast = sorted(promising[ALWAYS:], key=lambda kind: (-flops_per_s[kind], -kind.gb_per_s))
-    for kind in (*promising[:ALWAYS], *fast):
-        if len(plans) >= ALWAYS and best and not may_be_better(kind):
+    for kind in (*promising[:ALWAYS], *sorted(promising[ALWAYS:], key=lambda kind: -flops_per_s[kind])):
+        most = min(flops_per_s[kind], inventories[kind].num_devices * (reached[kind.gpu] or math.inf))
+        if len(plans) >= ALWAYS and best and not any(map(tuple.__lt__, outcome(kind, flops / most), best)):
             continue
         try:
             plan = plans[kind] = plan_run(config, inventory=inventories[kind])
         except ValueError as why:
             plans[kind] = str(why)
             continue
-        flops, seconds[kind] = plan.predicted.flops_per_token * plan.tokens, plan.predicted.train_s
-        computing_s = _limits(plan)["compute"] * seconds[kind] * plan.world_size
-        reached[kind.gpu] = max(flops / computing_s, reached[kind.gpu])
-        found = goals.missed(seconds[kind], seconds[kind] / 3600 * prices[kind])
+        flops, seconds = plan.predicted.flops_per_token * plan.tokens, plan.predicted.train_s
+        reached[kind.gpu] = max(flops / (_limits(plan)["compute"] * seconds * plan.world_size), reached[kind.gpu])
+        found = outcome(kind, seconds)
         best = [*map(min, best or found, found)]
     planned = {hosts: plans[kind] for hosts, kind in kinds.items() if kind in plans}
     return planned, sorted(kinds.keys() - planned.keys())

@@ -8,19 +8,22 @@ replica writes to a pipe when it is ready; the kernel closes the pipe when the r
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
-import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import IO
+from types import FrameType
+from typing import NamedTuple
 
+import psutil
 from prometheus_client.multiprocess import mark_process_dead
 
 from tasks.hardware.machine import gpus_here, usable_cores
@@ -28,36 +31,36 @@ from tasks.serving.connections import DRAIN_S
 from tasks.serving.listener import listen, print_address, url_of
 from tasks.serving.metrics import SHARED_FOLDER
 from tasks.serving.server_record import ServerRecord
-from tasks.workspace.processes import end_process, process_key
+from tasks.workspace.processes import end_process, local_process, process_key, stop_with_parent
 from training.config.serving import InferenceConfig, ServeConfig
-from training.records.record import Record
+from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
 
+SPAWN = multiprocessing.get_context("spawn")
 RETRY_S = 5.0  # seconds until a replica that died before it was ready is started again
 CLOSING_S = 10.0  # seconds after DRAIN_S for engines to end
 
 
-class ReplicaTask(Record):
-    """The task of a replica, sent over its standard input, because arguments would show `tracking_uri`'s password."""
+@dataclass(frozen=True)
+class ReplicaTask:
+    """What one replica does. `record`: without the replica's process, which the replica adds."""
 
     number: int
     ref: str
     tracking_uri: str
     cache_dir: Path | None
     record_path: Path | None
-    url: str
-    public_url: str
-    supervisor: str
-    listeners: tuple[int, ...]  # inherited file descriptors: of the public socket, and of the replica's own
-    status_pipe: int
+    record: ServerRecord
+    listeners: tuple[socket.socket, socket.socket]  # the public one, and the replica's own
+    gpus: str | None  # value of CUDA_VISIBLE_DEVICES; None: unchanged
     load_lock: Path
     wait_s: float  # seconds before it loads the model
     config: ServeConfig
 
 
-class ReplicaStatus(Record):
-    """The line that a replica writes to its pipe: it is ready, or the reason why it is not."""
+class ReplicaStatus(NamedTuple):
+    """What a replica sends: it is ready, or the reason why it is not."""
 
     model: str = ""
     version: int = 0
@@ -69,16 +72,17 @@ class ReplicaStatus(Record):
 @dataclass
 class Replica:
     task: ReplicaTask
-    private: socket.socket
-    gpus: str | None  # value of CUDA_VISIBLE_DEVICES; None: unchanged
-    process: subprocess.Popen[bytes]
-    pipe: IO[bytes]  # unbuffered, so that `select` sees every line
+    process: SpawnProcess
+    pipe: Connection
     is_ready: bool = False
 
     def read_status(self) -> ReplicaStatus | None:
-        """Wait for the next line; None if the replica has ended."""
-        line = self.pipe.readline()
-        return ReplicaStatus.model_validate_json(line) if line else None
+        """Wait for the next status; None if the replica has ended."""
+        try:
+            status: ReplicaStatus = self.pipe.recv()
+        except (EOFError, OSError):
+            return None
+        return status
 
 
 def serve_by_replicas(
@@ -103,6 +107,7 @@ def serve_by_replicas(
     with ExitStack() as stack:
         public = stack.enter_context(listen(host, port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardline-replicas-")))  # mode 0700
+        os.environ[SHARED_FOLDER] = str(folder)  # the replicas read it when they import prometheus_client
         url, started = url_of(host, public), list[Replica]()
         stack.callback(_end, started, public)
         for number in range(replicas):
@@ -113,16 +118,21 @@ def serve_by_replicas(
                 tracking_uri=tracking_uri,
                 cache_dir=cache_dir,
                 record_path=servers_dir / f"{os.getpid()}-{number}.json" if servers_dir else None,
-                url=url_of("127.0.0.1", private),
-                public_url=url,
-                supervisor=process_key(os.getpid()),
-                listeners=(public.fileno(), private.fileno()),
-                status_pipe=-1,
+                record=ServerRecord(
+                    url=url_of("127.0.0.1", private),
+                    ref=ref,
+                    model="",
+                    process="",
+                    public_url=url,
+                    supervisor=process_key(os.getpid()),
+                ),
+                listeners=(public, private),
+                gpus=gpus[number],
                 load_lock=folder / "load_lock",
                 wait_s=0.0,
                 config=config,
             )
-            started.append(_start(task, private=private, gpus=gpus[number], metrics=folder))
+            started.append(_start(task))
             if number == 0:
                 first = _ready(started[0])
         for replica in started[1:]:
@@ -151,24 +161,12 @@ def gpus_of_replicas(inference: InferenceConfig, replicas: int) -> list[str | No
     return [",".join(names[first : first + each]) for first in range(0, replicas * each, each)]
 
 
-def _start(task: ReplicaTask, *, private: socket.socket, gpus: str | None, metrics: Path) -> Replica:
-    environment = os.environ | {SHARED_FOLDER: str(metrics)}
-    if gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus
-    ours, theirs = os.pipe()
-    task = task.model_copy(update={"status_pipe": theirs})
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "tasks.serving.replica"],
-        stdin=subprocess.PIPE,
-        pass_fds=[*task.listeners, theirs],
-        env=environment,
-        start_new_session=True,  # a Ctrl-C in the terminal reaches only this process, which ends the replicas
-    )
-    os.close(theirs)
-    assert process.stdin
-    with process.stdin as pipe:
-        pipe.write(task.model_dump_json().encode())
-    return Replica(task, private, gpus, process, os.fdopen(ours, "rb", buffering=0))
+def _start(task: ReplicaTask) -> Replica:
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    process = SPAWN.Process(target=_run, args=(task, theirs))  # by a pipe: arguments would show MLflow's password
+    process.start()
+    theirs.close()
+    return Replica(task, process, ours)
 
 
 def _ready(replica: Replica) -> ReplicaStatus:
@@ -184,7 +182,7 @@ def _ready(replica: Replica) -> ReplicaStatus:
 
 def _watch(replicas: list[Replica], *, metrics: Path) -> None:
     """Wait until a replica reports its status or ends; restart one that has ended."""
-    readable, _, _ = select.select([replica.pipe for replica in replicas], [], [])
+    readable = wait([replica.pipe for replica in replicas])
     for place, replica in enumerate(replicas):
         if replica.pipe not in readable:
             continue
@@ -196,13 +194,14 @@ def _watch(replicas: list[Replica], *, metrics: Path) -> None:
         wait_s = 0.0 if replica.is_ready else RETRY_S
         logger.warning("replica %d has ended (%s) and is started again", replica.task.number, how)
         mark_process_dead(replica.process.pid, str(metrics))
-        task = replica.task.model_copy(update={"wait_s": wait_s})
-        replicas[place] = _start(task, private=replica.private, gpus=replica.gpus, metrics=metrics)
+        replicas[place] = _start(replace(replica.task, wait_s=wait_s))
         replica.pipe.close()
 
 
 def _how_ended(replica: Replica) -> str:
-    code = replica.process.wait()
+    replica.process.join()
+    code = replica.process.exitcode
+    assert code is not None
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
@@ -214,25 +213,67 @@ def _end(replicas: list[Replica], public: socket.socket) -> None:
     deadline = time.monotonic() + DRAIN_S + CLOSING_S
     try:
         for replica in replicas:
-            replica.process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        logger.warning("replicas still run %.0f s after SIGTERM: killing them", DRAIN_S + CLOSING_S)
+            replica.process.join(max(0.0, deadline - time.monotonic()))
+        if any(replica.process.is_alive() for replica in replicas):
+            logger.warning("replicas still run %.0f s after SIGTERM: killing them", DRAIN_S + CLOSING_S)
     finally:
         for replica in replicas:
-            if replica.process.poll() is None:
-                end_process(replica.process, grace_s=0, with_descendants=True)
+            if replica.process.is_alive():
+                end_process(psutil.Process(replica.process.pid), grace_s=0, with_descendants=True)
             replica.pipe.close()
             if replica.task.record_path:
                 replica.task.record_path.unlink(missing_ok=True)
 
 
-def record_of(task: ReplicaTask) -> ServerRecord:
-    """Return the record of the replica that runs in this process."""
-    return ServerRecord(
-        url=task.url,
-        ref=task.ref,
-        model="",
-        process=process_key(os.getpid()),
-        public_url=task.public_url,
-        supervisor=task.supervisor,
+def _run(task: ReplicaTask, status: Connection) -> None:
+    """Serve until SIGTERM, in the replica's process. It ends with its supervisor, however the supervisor ends."""
+    os.setsid()  # a Ctrl-C in the terminal reaches only the supervisor, which ends the replicas
+    stop_with_parent()
+    signal.signal(signal.SIGTERM, _interrupt)
+    if local_process(task.record.supervisor) is None:  # it ended before this process asked to end with it
+        sys.exit(1)
+    for inherited in (*task.listeners, status):
+        os.set_inheritable(inherited.fileno(), False)
+    if task.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = task.gpus
+    _set_up_logging(f"replica {task.number}")
+    try:
+        time.sleep(task.wait_s)
+        _serve(task, status)
+    except KeyboardInterrupt:
+        return
+    sys.exit(1)
+
+
+def _serve(task: ReplicaTask, status: Connection) -> None:
+    from tasks.serving.server import follow_and_serve
+
+    with ExitStack() as stack:
+        try:
+            follow_and_serve(
+                task.ref,
+                [stack.enter_context(listener) for listener in task.listeners],
+                tracking_uri=task.tracking_uri,
+                cache_dir=task.cache_dir,
+                record_path=task.record_path,
+                record=task.record.model_copy(update={"process": process_key(os.getpid())}),
+                config=task.config,
+                announce=lambda served: status.send(ReplicaStatus(served.name, served.version, served.example)),
+                load_lock=task.load_lock,
+            )
+        except Exception as error:
+            why = without_credentials(str(error), uri=task.tracking_uri)
+            logger.error("%s", why)
+            status.send(ReplicaStatus(error=why, is_bad_input=isinstance(error, ValueError)))
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _set_up_logging(name: str) -> None:
+    """Log as the command does, with the replica's name in each line."""
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S"
     )
+    logging.getLogger("tasks").setLevel(logging.INFO)

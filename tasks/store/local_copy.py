@@ -9,16 +9,15 @@ import shutil
 from pathlib import Path
 
 from tasks.store.model_folder import check_model_folder
-from tasks.store.transfer import download_all, listing
+from tasks.store.transfer import as_value_errors, download_all, hash_of, listing, size_of
 from tasks.workspace.locks import exclusive
 from tasks.workspace.paths import home
 from training.config.run import RunConfig
-from training.facts.cures import Cure
 from training.store.urls import check_url, is_url
 
 logger = logging.getLogger(__name__)
 
-VERSIONS = ("ETag", "mtime", "Last-Modified")  # what changes with a file's content
+TIMES = ("mtime", "Last-Modified")  # of a file that the store keeps no hash of
 
 
 def local_copy(path: str, *, field: str) -> str:
@@ -42,23 +41,17 @@ def local_copies(config: RunConfig) -> dict[str, str]:
 
 def _copied(url: str, *, field: str) -> Path:
     check_url(url, field=field)
-    try:
-        return _copy(url, field=field)
-    except OSError as error:
-        raise ValueError(
-            f"{field} = {url} cannot be read ({type(error).__name__}: {error}): check the URL, the credentials that "
-            "the store's library finds, and the network"
-        ) from error
+    with as_value_errors(f"{field} = {url}"):
+        return _copy(url, where=f"{field} = {url}")
 
 
-def _copy(url: str, *, field: str) -> Path:
+def _copy(url: str, *, where: str) -> Path:
     found = listing(url)
     if not found:
-        raise ValueError(f"{field} = {url}: there is no folder with files at this URL: correct it")
-    if unsized := [name for name, info in found.items() if info.get("size") is None]:
-        raise ValueError(f"{field} = {url}: the server does not say how long {unsized[0]} is: {Cure.DOWNLOAD}")
+        raise ValueError(f"{where}: there is no folder with files at this URL: correct it")
+    sizes = {name: size_of(info, where) for name, info in found.items()}
     content = sorted(
-        (name, info.get("size"), str([info[key] for key in VERSIONS if info.get(key)])) for name, info in found.items()
+        (name, sizes[name], hash_of(info) or str([info.get(key) for key in TIMES])) for name, info in found.items()
     )
     digest = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
     folder = home() / "copies" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', url.rpartition('/')[2])}-{digest}"
@@ -69,10 +62,9 @@ def _copy(url: str, *, field: str) -> Path:
             logger.info("copying %s to %s", url, folder)
             aside = folder.with_name(f".{folder.name}.part")
             shutil.rmtree(aside, ignore_errors=True)
-            num_bytes = sum(int(info.get("size") or 0) for info in found.values())
-            download_all(url, found, aside, title=f"copying {url}", num_bytes=num_bytes)
-            for name, info in found.items():
-                if (size := (aside / name).stat().st_size) != (info.get("size") or size):
-                    raise OSError(f"{name} came with {size:,} bytes instead of {info['size']:,}")
+            download_all(url, found, aside, title=f"copying {url}", num_bytes=sum(sizes.values()))
+            for name, expected in sizes.items():
+                if (size := (aside / name).stat().st_size) != (expected or size):
+                    raise OSError(f"{name} came with {size:,} bytes instead of {expected:,}")
             aside.rename(folder)
     return folder

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fsspec.callbacks import Callback
 
+from training.facts.cures import Cure
 from training.facts.placed import MOST_PARTS, place
-from training.store.urls import filesystem, is_web, store_errors
+from training.store.urls import filesystem, is_web, store_errors, without_query
 from training.tracking.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 THREADS = 8  # number of files at the same time
 MB = 1e6
+HASHES = ("ETag", "etag", "md5Hash", "crc32c", "content_md5", "blob_id", "oid", "sha256")  # of a file, by store
 
 
 def upload(path: Path, url: str, progress: Progress | None = None) -> None:
@@ -131,6 +134,31 @@ def listing(url: str) -> dict[str, dict[str, Any]]:
 def sizes(url: str) -> dict[str, int]:
     """Return relative name -> bytes of each file below a URL; empty if there is none."""
     return {name: int(info.get("size") or 0) for name, info in listing(url).items()}
+
+
+def size_of(info: dict[str, Any], where: str) -> int:
+    """Return the bytes of a file in a listing. Raises ValueError, after `where`, if the server does not say them."""
+    if (size := info.get("size")) is None:
+        raise ValueError(f"{where}: the server does not say how long {info.get('name', 'it')} is: {Cure.DOWNLOAD}")
+    return int(size)
+
+
+def hash_of(info: dict[str, Any]) -> str:
+    """Return the store's own hash of a file; empty if there is none. A web server's weak hash does not count."""
+    found = next((str(info[key]) for key in HASHES if info.get(key)), "")
+    return "" if found.startswith("W/") else found.strip('"')
+
+
+@contextmanager
+def as_value_errors(where: str) -> Iterator[None]:
+    """Turn OSError into ValueError with the cure; `where`: the config's field and the URL."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{where} cannot be read ({type(error).__name__}: {without_query(str(error))}): check the URL, the "
+            "credentials that the store's library finds, and the network"
+        ) from error
 
 
 def delete(urls: Iterable[str]) -> None:

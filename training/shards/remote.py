@@ -42,8 +42,8 @@ def block_cache(folder: Path) -> BlockCache:
     return BlockCache(remote.url, Path(remote.cache), limit_bytes=remote.cache_gib * 2**30)
 
 
-class RemoteFile:
-    """One shard's tokens or document ends, like the local files; a slice is a new array."""
+class RemoteArray:
+    """One shard's tokens or document ends on a store, sliced like a mapped file; a slice is a new array."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
         """`name`: of the file below the folder, such as train/00007.bin."""

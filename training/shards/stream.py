@@ -12,7 +12,7 @@ import numpy as np
 
 from training.records.token_shards import Shard
 from training.shards.format import Split, _files, _on_disk, read_manifest
-from training.shards.remote import REMOTE, RemoteFile, block_cache, remote_folder, shard_folders
+from training.shards.remote import REMOTE, RemoteArray, block_cache, remote_folder, shard_folders
 from training.store.blocks import BlockCache
 
 MAX_OPEN_SHARDS = 128  # each mapped file has a descriptor, whose usual limit is 1024
@@ -90,7 +90,7 @@ class TokenStream:
         while start < stop:
             first, upto = self._starts[index], min(stop, self._starts[index + 1])
             tokens = self._tokens(index)
-            if isinstance(tokens, RemoteFile):
+            if isinstance(tokens, RemoteArray):
                 yield from tokens.blocks(start - first, upto - first)
                 ends = self._remote(index, ".docs.npy", np.dtype(np.uint8))
                 if with_ends and ends:
@@ -110,7 +110,7 @@ class TokenStream:
     def _shard_at(self, position: int) -> int:
         return bisect.bisect_right(self._starts, position) - 1
 
-    def _map_tokens(self, index: int) -> np.ndarray | RemoteFile:
+    def _map_tokens(self, index: int) -> np.ndarray | RemoteArray:
         """The tokens of a shard as a plain array over its mapping, which is sliced ten times as fast as a memmap."""
         if remote := self._remote(index, ".bin", self._dtype):
             return remote
@@ -122,8 +122,8 @@ class TokenStream:
             return remote.load().view("<i8")
         return np.asarray(np.load(_files(self._folder, self._shards[index])[1], mmap_mode="r")).view("<i8")
 
-    def _remote(self, index: int, suffix: str, dtype: np.dtype) -> RemoteFile | None:
+    def _remote(self, index: int, suffix: str, dtype: np.dtype) -> RemoteArray | None:
         """Return a shard's file if it is on a store."""
         name = self._shards[index].name
         folder = remote_folder(self._folder, name)
-        return RemoteFile(folder, f"{'/'.join(name.split('/')[-2:])}{suffix}", dtype) if folder else None
+        return RemoteArray(folder, f"{'/'.join(name.split('/')[-2:])}{suffix}", dtype) if folder else None
