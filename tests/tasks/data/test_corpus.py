@@ -190,7 +190,7 @@ def flip_last_bit(path: Path) -> None:
         (lambda folder: (folder / "validation" / "00000.docs.npy").unlink(), r"validation/00000\.docs\.npy is missing"),
         (lambda folder: shutil.rmtree(folder / "tokenizer"), r"tokenizer\.json is missing"),
         (lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"), r"is not the tokenizer that made"),
-        (lambda folder: (folder / "manifest.json").write_text("{}"), r"manifest\.json is damaged"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), r"manifest\.json is damaged"),
     ],
     ids=["cut shard", "flipped bit", "missing ends", "no tokenizer", "other tokenizer", "broken manifest"],
 )

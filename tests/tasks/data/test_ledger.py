@@ -117,14 +117,6 @@ def test_small_losses_are_said_and_are_no_warning(tmp_path: Path) -> None:
     assert not shards.ledger_warnings()
 
 
-def test_a_corpus_of_one_sample_keeps_its_address_and_its_tokenizer(tmp_path: Path) -> None:
-    """A corpus that fits into the sample gives the tokens that it gave before samples were drawn."""
-    source = tmp_path / "a.jsonl"
-    source.write_text(json_lines(HELLOS))
-    folder, _ = prepare(tmp_path, source, kind="bpe", tokenizer={"vocab_size": 300})
-    assert folder.name == "d582379a686cea69"
-
-
 def test_a_document_that_is_cut_is_one_in_each_split_and_not_two(tmp_path: Path) -> None:
     source = tmp_path / "a.txt"
     source.write_text("wander " * 200)

@@ -41,7 +41,7 @@ def test_a_tsv_has_no_quoting(tmp_path: Path, closed: bool, on_error: str) -> No
 
 def test_a_start_looks_for_quotes_and_cuts_chunks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[str]()
-    for function in (corpus._quotes_in, chunks.cut_chunks):
+    for function in (corpus._hint_of_quotes, chunks.cut_chunks):
 
         def counted(*args: Any, function: Any = function) -> Any:
             calls.append(function.__name__)
@@ -49,13 +49,13 @@ def test_a_start_looks_for_quotes_and_cuts_chunks_once(tmp_path: Path, monkeypat
 
         monkeypatch.setattr(corpus, function.__name__, counted)
     prepare(tmp_path, write_table(tmp_path / "a.tsv", talk(closed=True), delimiter="\t"))
-    assert sorted(calls) == ["_quotes_in", "cut_chunks"]
+    assert sorted(calls) == ["_hint_of_quotes", "cut_chunks"]
 
 
-def test_only_a_tsv_with_quotes_has_another_address_than_with_quoting(tmp_path: Path) -> None:
-    """Until quotes were text, such files gave other tokens; all others keep their address."""
-    plain = write_table(tmp_path / "a.tsv", [f"row {i}" for i in range(40)], delimiter="\t")
-    assert prepare(tmp_path, plain)[0].name == "78f5cd66c69927da"
+def test_a_tsv_has_quoting_if_it_is_asked_for(tmp_path: Path) -> None:
+    source = write_table(tmp_path / "a.tsv", talk(closed=True), delimiter="\t")
+    folder, _ = prepare(tmp_path, source, table={"quoting": "csv"})
+    assert len(all_documents(folder)) == 38
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tasks.workspace.locks import owned
 from tasks.workspace.paths import UP_FILE, up_url
 from tasks.workspace.processes import has_ended, local_process, process_key
 from tests.support.waiting import until
+from training.facts.formats import FORMATS
 from training.records.record import write_atomically
 
 
@@ -52,7 +53,9 @@ def in_ps(key: str, home: Path) -> bool:
 
 
 def in_ps_of_runs(key: str, home: Path) -> bool:
-    write_atomically(home / "run" / "plan.json", '{"ranks_per_host": [1], "config": {}}')
+    number = FORMATS["records"].number
+    plan = f'{{"format": {number}, "ranks_per_host": [1], "config": {{"launch": {{}}}}}}'
+    write_atomically(home / "run" / "plan.json", plan)
     RanksLauncher(launcher=key).write(home / "run" / "gang.json")
     return [row.run for row in list_running([]).running] == ["run"]
 
