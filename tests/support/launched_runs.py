@@ -12,9 +12,11 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 
+from tasks.hardware.pods import cluster_of
 from tasks.launch import programs
 from tasks.launch.docker_hosts import hosts_of
 from tasks.launch.fencing import remove_containers
+from tasks.launch.kubernetes import remove_pods
 from tasks.launch.launcher import grace_s
 from tasks.launch.recovery import attempts_of
 from tasks.launch.slurm import stop_steps
@@ -63,6 +65,8 @@ def reported(run_dir: Path, config: RunConfig) -> Iterator[TrackedRun]:
                 stop_steps(run_dir, nodes.job_id, grace_s=grace)
             elif config.launch.launcher == "docker":
                 remove_containers(hosts_of(config.launch), run_dir.name, run_dir, grace_s=grace)
+            elif config.launch.launcher == "kubernetes":
+                remove_pods(cluster_of(config.launch), run_dir.name, run_dir, grace_s=grace)
             yield run
     except (RunStopped, KeyboardInterrupt):
         status = "KILLED"

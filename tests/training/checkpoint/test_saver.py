@@ -94,6 +94,13 @@ def writing_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoint-")]
 
 
+def assert_left(state: TrainingState, number: int) -> None:
+    """So many whole checkpoints, no half of one, and no thread that writes."""
+    assert [damage(folder) for folder in finished_checkpoints(state.run_dir)] == [None] * number
+    assert leftovers(state.run_dir) == []
+    assert writing_threads() == []
+
+
 @full_disk()
 def test_training_goes_on_while_the_checkpoint_keeps_the_step_it_was_taken_at(
     start: Callable[..., TrainingState],
@@ -135,9 +142,7 @@ def test_the_run_fails_after_max_failures_and_cleans_up(start: Callable[..., Tra
     state = start("fails", checkpoint__max_failures=2)
     with pytest.raises(RuntimeError, match=r"rank 0 could not write .* try 2 of 2: free space or repair the disk"):
         save_first_step(state)
-    assert finished_checkpoints(state.run_dir) == []
-    assert leftovers(state.run_dir) == []
-    assert writing_threads() == []
+    assert_left(state, 0)
 
 
 @pytest.mark.usefixtures("room_after_warning")
@@ -167,8 +172,7 @@ def test_a_synchronous_checkpoint_is_there_when_save_returns(start: Callable[...
     with saver_of(state) as saver:
         take_steps(state, range(1, 2), saver=saver)
         saver.save(1, tokens=128, val_loss=None)
-        assert [damage(folder) for folder in finished_checkpoints(state.run_dir)] == [None]
-        assert writing_threads() == []
+        assert_left(state, 1)
 
 
 @full_disk()
@@ -176,9 +180,7 @@ def test_an_error_in_the_loop_leaves_no_thread_and_no_half_written_folder(start:
     state = start("error")
     with pytest.raises(ZeroDivisionError):
         save_first_step(state, then=ZeroDivisionError())
-    assert writing_threads() == []
-    assert leftovers(state.run_dir) == []
-    assert finished_checkpoints(state.run_dir) == []
+    assert_left(state, 0)
 
 
 @pytest.mark.usefixtures("room_after_warning")
@@ -187,8 +189,7 @@ def test_a_lost_loss_still_gets_the_checkpoint_from_before_it(start: Callable[..
     state = start("lost")
     with pytest.raises(NonFiniteLoss):
         save_first_step(state, then=NonFiniteLoss())
-    assert [damage(folder) for folder in finished_checkpoints(state.run_dir)] == [None]
-    assert writing_threads() == []
+    assert_left(state, 1)
 
 
 def on_full_disk(plan_path: Path, kind: str) -> Ranks:
