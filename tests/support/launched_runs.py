@@ -28,6 +28,7 @@ from tasks.tracking.mlflow_run import TrackedRun, read_run, tracked
 from tasks.workspace.paths import tracking_uri
 from tests.support.repository import REPO
 from training.config.run import RunConfig
+from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
 
@@ -46,8 +47,8 @@ def tokens_of(home: Path, shards: Path) -> Path:
 
 def train(run_dir: Path, *, on_row: Callable[[dict[str, float]], None] = lambda row: None) -> TrainResult:
     """The flow's stage, as a start and as a resume, in the run that it keeps in MLflow."""
-    with reported(run_dir, read_plan(run_dir).config) as run:
-        plan = read_plan(run_dir).model_copy(update={"mlflow_run_id": run.mlflow_run_id})
+    with reported(run_dir, RunPlan.read(run_dir / "plan.json").config) as run:
+        plan = RunPlan.read(run_dir / "plan.json").model_copy(update={"mlflow_run_id": run.mlflow_run_id})
         plan.write(run_dir / "plan.json")
         return programs.train(plan, run_dir=run_dir, on_row=on_row)
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.planning.plan import plan_run
 from tasks.planning.pretrained import check_tokenizer, check_weights
+from tasks.planning.pretrained import hf_config as model_config
 from tests.support.configs import inventory, tiny_config
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import Ranks, losses, run_ranks
@@ -365,8 +366,14 @@ def test_weights_that_would_train_as_another_model_are_refused_before_the_corpus
 ) -> None:
     spoil, message = (UNFIT | SPOILED)[case]
     path = spoil(untied(tmp_path / "model"))
+    config = pretrained(path)
+
+    def check() -> None:
+        model_config(config.model)
+        check_weights(config)
+
     with pytest.raises(ValueError, match=message) as error:
-        check_weights(pretrained(path))
+        check()
     assert "\x1b" not in str(error.value)
     if case in UNFIT:
         assert str(error.value).startswith("model.path: ")
