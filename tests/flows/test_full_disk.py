@@ -22,8 +22,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system"),
 ]
 
-MIB = 2**20
-
 
 @pytest.fixture
 def small(tmp_path: Path, measured_hardware: Path) -> Iterator[UserFolder]:

@@ -27,13 +27,6 @@ def resumed(observed: ObservedRun, undisturbed: Undisturbed) -> None:
     observed.check_the_rest()
 
 
-def reconciled(servers: LocalServers) -> str:
-    """By the deployment, as every hour; what it found."""
-    run = servers.wait(servers.submit("reconcile"))
-    assert run["state_type"] == "COMPLETED", run["state"]["message"]
-    return str(run["id"])
-
-
 @pytest.mark.long
 def test_a_killed_rank_without_another_attempt_fails_the_run_and_is_named(
     servers: LocalServers, undisturbed: Undisturbed

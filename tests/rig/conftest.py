@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from infra.hosts import HostClient, connect
 from tests.support.rig.image_builds import LONG_S, build_head, make_base
 from tests.support.rig.image_tier import write_base
 from tests.support.rig.rig import Rig, why_no_rig
-from tests.support.rig.runs import SLOW
+from tests.support.rig.runs import SLOW, make_slow_run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,6 +44,22 @@ def slow_rig(rig: Rig) -> Rig:
     for host in rig.hosts:
         rig.shape(host, SLOW)
     return rig
+
+
+SlowRun = Callable[..., tuple[Path, dict[int, float]]]
+
+
+@pytest.fixture
+def slow_run(
+    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Callable[[Path], dict[int, float]]
+) -> SlowRun:
+    """slow_run("name") -> the folder of a run on two hosts, of 2 and 1 ranks, and the losses that it must have."""
+
+    def make(name: str, **overrides: Any) -> tuple[Path, dict[int, float]]:
+        run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, name, **overrides)
+        return run_dir, undisturbed(run_dir)
+
+    return make
 
 
 @pytest.fixture(scope="session")

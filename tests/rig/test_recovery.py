@@ -15,20 +15,17 @@ import pytest
 from infra.heartbeat import Heartbeat
 from tasks.launch import docker_hosts
 from tasks.launch.recovery import attempts_of, last_checkpoint_step
-from tests.support.launched_runs import at_step, causes, curve, train
+from tests.support.launched_runs import at_step, causes, train
 from tests.support.rig.rig import Rig
-from tests.support.rig.runs import assert_nothing_is_left, kill_containers, make_slow_run
+from tests.support.rig.runs import assert_as_expected, kill_containers
 
 pytestmark = pytest.mark.long
 
-Undisturbed = Callable[[Path], dict[int, float]]
+SlowRun = Callable[..., tuple[Path, dict[int, float]]]
 
 
-def test_unequal_hosts_that_share_the_state_go_on_from_the_newest_checkpoint(
-    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
-) -> None:
-    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "killed", parallel__strategy="zero2")
-    expected, saved = undisturbed(run_dir), list[int]()
+def test_unequal_hosts_that_share_the_state_go_on_from_the_newest_checkpoint(slow_rig: Rig, slow_run: SlowRun) -> None:
+    (run_dir, expected), saved = slow_run("killed", parallel__strategy="zero2"), list[int]()
 
     def strike() -> None:
         kill_containers(slow_rig, slow_rig.hosts[1])
@@ -39,15 +36,11 @@ def test_unequal_hosts_that_share_the_state_go_on_from_the_newest_checkpoint(
     assert (first["ending"]["cause"], first["ending"]["host"]) == ("killed", "host1")
     assert second["ending"]["cause"] == "done"
     assert second["from_step"] == saved[0] > 0, "the newest checkpoint"
-    assert curve(run_dir) == expected
-    assert_nothing_is_left(slow_rig)
+    assert_as_expected(slow_rig, run_dir, expected)
 
 
-def test_a_removed_container_is_a_killed_one(
-    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
-) -> None:
-    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "removed")
-    expected = undisturbed(run_dir)
+def test_a_removed_container_is_a_killed_one(slow_rig: Rig, slow_run: SlowRun) -> None:
+    run_dir, expected = slow_run("removed")
 
     def strike() -> None:
         client = slow_rig.daemons[1].client()
@@ -57,28 +50,23 @@ def test_a_removed_container_is_a_killed_one(
 
     train(run_dir, on_row=at_step(12, strike))
     assert causes(run_dir) == ["killed", "done"]
-    assert curve(run_dir) == expected
-    assert_nothing_is_left(slow_rig)
+    assert_as_expected(slow_rig, run_dir, expected)
 
 
 def test_a_node_that_hangs_is_a_lost_host(
     slow_rig: Rig,
-    shardline_home: Path,
-    tiny_shards: Path,
-    undisturbed: Undisturbed,
+    slow_run: SlowRun,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its daemon answers, its container runs: only the heartbeat tells, and the steps that do not come."""
     monkeypatch.setattr(docker_hosts, "HEARTBEAT", Heartbeat(path="/tmp/heartbeat", max_age_s=4, every_s=1))
-    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "hung", parallel__timeout_s=300)
-    expected = undisturbed(run_dir)
+    run_dir, expected = slow_run("hung", parallel__timeout_s=300)
     train(run_dir, on_row=at_step(12, lambda: stop_processes(slow_rig, 1)))
     first, second = attempts_of(run_dir)
     assert (first["ending"]["cause"], first["ending"]["host"]) == ("lost host", "host1")
     assert "no heartbeat" in first["ending"]["detail"]
     assert second["ending"]["cause"] == "done"
-    assert curve(run_dir) == expected
-    assert_nothing_is_left(slow_rig)
+    assert_as_expected(slow_rig, run_dir, expected)
 
 
 def stop_processes(rig: Rig, host: int) -> None:

@@ -15,8 +15,9 @@ def read_plan(run_dir: Path) -> RunPlan:
 
 
 def reasons(plan: RunPlan, words: str) -> list[str]:
-    """Returns the reasons of a plan that hold these words."""
-    return [reason for reason in plan.reasons if words in reason]
+    """Returns the reasons of a plan that begin with these words; if none does, those that hold them."""
+    begun = [reason for reason in plan.reasons if reason.startswith(words)]
+    return begun or [reason for reason in plan.reasons if words in reason]
 
 
 def inventory(*hosts: int, kind: str = "cpu", memory_gib: float = 12.0, disk_gib: float = 500.0) -> Inventory:

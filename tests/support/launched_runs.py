@@ -12,8 +12,10 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 
+from tasks.hardware.pods import cluster_of
 from tasks.launch import programs
 from tasks.launch.docker_hosts import hosts_of, remove_containers
+from tasks.launch.kubernetes import remove_pods
 from tasks.launch.launcher import grace_s
 from tasks.launch.recovery import attempts_of
 from tasks.launch.slurm import stop_steps
@@ -25,6 +27,7 @@ from tasks.tracking.mlflow_run import TrackedRun, read_run, tracked
 from tasks.workspace.paths import tracking_uri
 from tests.support.repository import REPO
 from training.config.run import RunConfig
+from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
 
@@ -43,8 +46,8 @@ def tokens_of(home: Path, shards: Path) -> Path:
 
 def train(run_dir: Path, *, on_row: Callable[[dict[str, float]], None] = lambda row: None) -> TrainResult:
     """The flow's stage, as a start and as a resume, in the run that it keeps in MLflow."""
-    with reported(run_dir, read_plan(run_dir).config) as run:
-        plan = read_plan(run_dir).model_copy(update={"mlflow_run_id": run.mlflow_run_id})
+    with reported(run_dir, RunPlan.read(run_dir / "plan.json").config) as run:
+        plan = RunPlan.read(run_dir / "plan.json").model_copy(update={"mlflow_run_id": run.mlflow_run_id})
         plan.write(run_dir / "plan.json")
         return programs.train(plan, run_dir=run_dir, on_row=on_row)
 
@@ -62,6 +65,8 @@ def reported(run_dir: Path, config: RunConfig) -> Iterator[TrackedRun]:
                 stop_steps(run_dir, nodes.job_id, grace_s=grace)
             elif config.launch.launcher == "docker":
                 remove_containers(hosts_of(config.launch), run_dir.name, run_dir, grace_s=grace)
+            elif config.launch.launcher == "kubernetes":
+                remove_pods(cluster_of(config.launch), run_dir.name, run_dir, grace_s=grace)
             yield run
     except (RunStopped, KeyboardInterrupt):
         status = "KILLED"

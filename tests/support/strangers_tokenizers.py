@@ -1,5 +1,6 @@
 """Tokenizers whose tokenizer.json makes other tokens than the class that their folder names."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -63,12 +64,18 @@ def _trained(tokenizer: Tokenizer, trainer: Any) -> Tokenizer:
     return tokenizer
 
 
+def _learned_once(make: Callable[[], Tokenizer]) -> Callable[[], Tokenizer]:
+    """Returns a copy of what is trained at the first call: a hundred classes are tried with each tokenizer."""
+    saved = functools.cache(lambda: make().to_str())
+    return lambda: Tokenizer.from_str(saved())
+
+
 STRANGERS: Mapping[str, Callable[[], Tokenizer]] = {
-    "by threes": lambda: split_by(BY_THREES),
-    "o200k": lambda: split_by(O200K),
-    "without space": without_space,
-    "cased": cased,
-    "pieces": pieces,
+    "by threes": _learned_once(lambda: split_by(BY_THREES)),
+    "o200k": _learned_once(lambda: split_by(O200K)),
+    "without space": _learned_once(without_space),
+    "cased": _learned_once(cased),
+    "pieces": _learned_once(pieces),
 }
 
 

@@ -9,7 +9,7 @@ from tasks.hardware.preflight import check_hosts
 from tasks.launch.docker_hosts import hosts_of
 from tasks.launch.rank_environment import give_to_ranks
 from tests.support.configs import inventory, read_plan
-from tests.support.launched_runs import tokens_of
+from tests.support.launched_runs import curve, tokens_of
 from tests.support.launched_runs import train as train  # benchmarks.recovery has it from here
 from tests.support.rig.rig import Rig, RigHost
 from tests.support.tiny_shards import plan_tiny_run
@@ -79,6 +79,12 @@ def check_memory(run_dir: Path) -> None:
 def make_slow_run(rig: Rig, home: Path, shards: Path, name: str, **overrides: Any) -> Path:
     """On two hosts, of 2 and 1 ranks."""
     return make_docker_run(rig, home, shards, name, 2, 1, train__steps=SLOW_STEPS, **overrides)
+
+
+def assert_as_expected(rig: Rig, run_dir: Path, losses: dict[int, float]) -> None:
+    """The run has these losses, and left nothing on any host."""
+    assert curve(run_dir) == losses
+    assert_nothing_is_left(rig)
 
 
 def kill_containers(rig: Rig, host: RigHost) -> None:

@@ -22,10 +22,10 @@ from tests.support.forked import Forked
 from tests.support.mlflow_store import Store
 from tests.support.serving import server, store_of_module
 
-pytestmark = pytest.mark.slow  # 100 s: a server each, each attack for two seconds
+pytestmark = pytest.mark.slow  # a minute: one server, each attack for a second
 
 HEAD = "POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {kind}\r\n"
-ATTACKERS, ATTACK_S = 4, 2.0
+ATTACKERS, ATTACK_S = 4, 1.0
 
 
 def attack(path: str, body: bytes | str, *, kind: str = "application/json", chunks: bool = False) -> bytes:

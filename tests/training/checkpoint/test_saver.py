@@ -94,6 +94,13 @@ def writing_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoint-")]
 
 
+def assert_left(state: TrainingState, number: int) -> None:
+    """So many whole checkpoints, no half of one, and no thread that writes."""
+    assert [damage(folder) for folder in finished_checkpoints(state.run_dir)] == [None] * number
+    assert leftovers(state.run_dir) == []
+    assert writing_threads() == []
+
+
 @full_disk()
 def test_training_goes_on_while_the_checkpoint_keeps_the_step_it_was_taken_at(
     start: Callable[..., TrainingState], monkeypatch: pytest.MonkeyPatch
@@ -136,9 +143,7 @@ def test_the_run_fails_after_three_tries_and_cleans_up(start: Callable[..., Trai
     state = start("fails")
     with pytest.raises(RuntimeError, match=r"rank 0 could not write .* try 3 of 3: free space or repair the disk"):
         save_first_step(state)
-    assert finished_checkpoints(state.run_dir) == []
-    assert leftovers(state.run_dir) == []
-    assert writing_threads() == []
+    assert_left(state, 0)
 
 
 @pytest.mark.usefixtures("room_after_warning")
@@ -168,9 +173,7 @@ def test_an_error_in_the_loop_leaves_no_thread_and_no_half_written_folder(start:
     state = start("error")
     with pytest.raises(ZeroDivisionError):
         save_first_step(state, then=ZeroDivisionError())
-    assert writing_threads() == []
-    assert leftovers(state.run_dir) == []
-    assert finished_checkpoints(state.run_dir) == []
+    assert_left(state, 0)
 
 
 @pytest.mark.usefixtures("room_after_warning")
@@ -179,8 +182,7 @@ def test_a_lost_loss_still_gets_the_checkpoint_from_before_it(start: Callable[..
     state = start("lost")
     with pytest.raises(NonFiniteLoss):
         save_first_step(state, then=NonFiniteLoss())
-    assert [damage(folder) for folder in finished_checkpoints(state.run_dir)] == [None]
-    assert writing_threads() == []
+    assert_left(state, 1)
 
 
 def on_full_disk(plan_path: Path, kind: str) -> Ranks:

@@ -110,6 +110,10 @@ class Node:
         output, _ = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, NodeEnd.read(Path(self.task.end)), output.decode()
 
+    def ends_with(self, code: int, ending: str, asked: str) -> None:
+        found, end, output = self.finish()
+        assert (found, end.ending, end.asked) == (code, ending, asked), output
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
@@ -139,8 +143,7 @@ def test_two_hosts_with_unlike_numbers_of_ranks_get_torchruns_environment_and_th
     common |= {"secrets": {"TOKEN": SECRET}, "environment": {"MLFLOW_RUN_ID": "abc"}}
     nodes = [start(SHOW, node_rank=rank, num_ranks=2 - rank, **common) for rank in range(2)]
     for node in nodes:
-        code, end, output = node.finish()
-        assert (code, end.ending, end.asked) == (0, "done", ""), output
+        node.ends_with(0, "done", "")
     seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(3)]
     assert [tuple(given) for given, _ in seen] == [arguments] * 3
     shared = ["127.0.0.1", "lo", "lo", SECRET, "abc"]
@@ -157,8 +160,7 @@ def test_told_to_stop_ranks_get_time_for_a_checkpoint_and_leave_nothing_behind(
     node = start(WAIT, num_ranks=2, args=("listens",))
     node.wait_for("rank-0.pids", "rank-1.pids")
     node.process.terminate()
-    code, end, output = node.finish()
-    assert (code, end.ending, end.asked) == (130, "stopped", "signal"), output
+    node.ends_with(130, "stopped", "signal")
     assert (tmp_path / "rank-0.saved").exists()
     assert (tmp_path / "rank-1.saved").exists()
     assert not any(map(psutil.pid_exists, pids(tmp_path)))
@@ -171,8 +173,7 @@ def test_ranks_that_do_not_listen_are_killed_after_the_grace_with_all_they_start
     node.wait_for("rank-0.pids", "rank-1.pids")
     stopped_at = time.monotonic()
     node.process.send_signal(signal.SIGINT)
-    code, end, output = node.finish()
-    assert (code, end.ending, end.asked) == (137, "killed", "signal"), output
+    node.ends_with(137, "killed", "signal")
     assert time.monotonic() - stopped_at < 15, "torchrun alone would have given them 30 s"
     assert len(pids(tmp_path)) == 4
     assert not any(map(psutil.pid_exists, pids(tmp_path)))
@@ -200,8 +201,7 @@ def test_ranks_outlive_a_lease_that_is_renewed_and_stop_when_it_is_not(
     assert time.time() - heartbeat.stat().st_mtime < 2.5
     launcher_died.set()
     launcher.join()
-    code, end, output = node.finish()
-    assert (code, end.ending, end.asked) == (130, "stopped", "lease stale"), output
+    node.ends_with(130, "stopped", "lease stale")
     assert (tmp_path / "rank-0.saved").exists()
 
 
@@ -210,8 +210,7 @@ def test_a_withdrawn_lease_ends_ranks_at_once(start: Callable[..., Node], tmp_pa
     node = start(WAIT, args=("deaf",), lease=str(tmp_path / "lease"), lease_s=1000, grace_s=1000)
     node.wait_for("rank-0.pids")
     (tmp_path / "lease").unlink()
-    code, end, output = node.finish()
-    assert (code, end.ending, end.asked) == (137, "killed", "lease withdrawn"), output
+    node.ends_with(137, "killed", "lease withdrawn")
     assert not any(map(psutil.pid_exists, pids(tmp_path)))
 
 

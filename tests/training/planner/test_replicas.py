@@ -19,9 +19,6 @@ from training.planner.plan import make_plan
 from training.planner.price.pricing import COMPUTING
 from training.records.inventory import Inventory
 from training.records.plan import Place
-from training.shards.packing import Epoch
-
-EPOCH = (Epoch(sequences=100, tokens=1600),)
 
 
 def unlike(*rates: float, memory_gib: float = 12.0) -> Inventory:

@@ -66,7 +66,7 @@ MATRICES = {
 
 @pytest.mark.parametrize("products", ["bf16", "fp32"])
 def test_the_update_is_that_of_torch(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a matrix, and of those in one tensor: to the bit; on a CPU without bf16 within its rounding.
+    """Of a matrix, and of those in one tensor: to the bit, or within the rounding of bf16.
 
     AdamW updates what is no hidden matrix.
     """
@@ -104,10 +104,12 @@ def test_the_update_is_that_of_torch(products: str, monkeypatch: pytest.MonkeyPa
                 matrix.grad = grad
         for each in (optimizer, torchs, adamw):
             each.step()
+    exact = {"one", "fused", "experts"} if products == "bf16" else set()  # others are multiplied in other groups
     for name, matrices in theirs.items():
         for got, expected, before in zip(apart(name, ours[name]), matrices, first[name], strict=True):
             updated = (expected - before).norm()
-            assert torch.equal(got, expected) if products == "bf16" else (got - expected).norm() < 0.01 * updated, name
+            same = torch.equal(got, expected) if name in exact else (got - expected).norm() < 0.01 * updated
+            assert same, name
     for name, parameter in rest.items():
         torch.testing.assert_close(ours[name], parameter, rtol=1e-6, atol=1e-7)
 
