@@ -18,7 +18,7 @@ from training.records.record import Record, write_atomically
 
 logger = logging.getLogger(__name__)
 
-RESTART_S = 600.0  # seconds to wait for ranks that are restarted
+RESTART_S = 600.0  # to wait for an engine that is restarted
 SAMPLING = {field.name for field in fields(Sampling)}
 
 

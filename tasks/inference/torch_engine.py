@@ -18,6 +18,7 @@ from tasks.inference.onnx_generator import Sampling, TokenLogprob
 from tasks.inference.vllm_engine import INSTALL_VLLM
 from training.config.serving import InferenceConfig
 from training.node.limits import usable_memory_bytes
+from training.planner.reasons.checks import check_inference
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class TorchEngine(CompletionsEngine):
         folder = Path(export_dir)
         super().__init__(folder)
         self.longest = self.context + 1
+        check_inference(folder, inference)
         if not gpus_here():
             _check_memory(folder, inference.precision)
         threads = str(inference.threads or usable_cores())

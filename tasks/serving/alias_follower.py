@@ -80,7 +80,7 @@ class ServedVersion:
             self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if self._retired and not self._users:  # in a thread, because ranks of torch take seconds to end
+        if self._retired and not self._users:  # in a thread, because an engine's process takes seconds to end
             threading.Thread(target=self._close, name=f"close version {self.version}").start()
 
     def _close(self) -> None:
