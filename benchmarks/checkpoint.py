@@ -161,7 +161,15 @@ class Bench:
             part = state.plan.config.checkpoint.model_copy(update={"asynchronous": asynchronous})
             config = state.plan.config.model_copy(update={"checkpoint": part})
             plan = state.plan.model_copy(update={"config": config})
-            saver = Saver(folder / way, plan=plan, strategy=state.strategy, model=state.model, rank=state.rank)
+            saver = Saver(
+                folder / way,
+                plan=plan,
+                strategy=state.strategy,
+                model=state.model,
+                rank=state.rank,
+                micro_batches=state.micro_batches,
+                spikes=state.spikes,
+            )
             self.savers[way] = stack.enter_context(saver)
         pinned = state.rank.device.type == "cuda"
         self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
