@@ -160,7 +160,15 @@ class Bench:
         self.state, self.folder, self.number = state, folder, 0
         self.savers = {}
         for way in ("synchronous", "asynchronous"):
-            saver = Saver(folder / way, plan=state.plan, strategy=state.strategy, model=state.model, rank=state.rank)
+            saver = Saver(
+                folder / way,
+                plan=state.plan,
+                strategy=state.strategy,
+                model=state.model,
+                rank=state.rank,
+                micro_batches=state.micro_batches,
+                spikes=state.spikes,
+            )
             self.savers[way] = stack.enter_context(saver)
         pinned = state.rank.device.type == "cuda"
         self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))

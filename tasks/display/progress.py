@@ -108,14 +108,12 @@ def row_progress(title: str) -> Iterator[Callable[[int, int, float], None]]:
         yield show
 
 
-@contextmanager
-def time_progress(what: str) -> Iterator[Progress]:
-    """Log every 15 s how long an operation has been running.
+def time_progress(what: str) -> Progress:
+    """Return a context that logs every 15 s how long an operation has been running.
 
-    If its parts can be counted, call `begin` and `advance` of the yielded object: lines then have the time left.
+    If its parts can be counted, call its `begin` and `advance`: lines then have the time left.
     """
-    with Progress(logger.info, part=what) as progress:
-        yield progress
+    return Progress(logger.info, part=what)
 
 
 def _bar() -> Bars:

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tasks.display.numbers import format_count
 from training.planner.gpu_catalog import PRECISIONS, slow_devices
 from training.planner.precision import choose_precision
 from training.records.inventory import Device, Host, Inventory, Link
@@ -20,6 +21,7 @@ BYTES_PER_PARAMETER = 16  # fp32 weights 4, gradients 4, AdamW's two moments 8
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # weights and moments
 GIB = 2**30
 LEAST_DISK_GIB = 5.0
+WIDTH = 110  # of the report, characters
 LEAST_SHARED_MEMORY_GIB = 0.5  # Docker's default is 64 MiB
 
 
@@ -118,10 +120,10 @@ def unlike_gpus(inventory: Inventory) -> list[str]:
 # The report
 
 
-def doctor_report(inventory: Inventory, *, width: int = 110) -> str:
+def doctor_report(inventory: Inventory) -> str:
     """Return plain text: for each host its parts and measurements, then their effects on a run."""
     page = io.StringIO()
-    console = Console(file=page, width=width, highlight=False)
+    console = Console(file=page, width=WIDTH, highlight=False)
     for host in inventory.hosts:
         console.print(Text(host_line(host), style="bold"))
         console.print(Text(", ".join(f"{name} {version}" for name, version in host.versions.items())))
@@ -207,7 +209,7 @@ def meaning_lines(inventory: Inventory) -> list[str]:
     lines = [
         f"precision: {facts['precision']}, because {facts['precision_reason']}",
         f"ranks: {ranks}, {per_rank}",
-        f"model size: up to {abbreviated(facts['max_parameters_per_rank'])} parameters fit a rank in full training "
+        f"model size: up to {format_count(facts['max_parameters_per_rank'])} parameters fit a rank in full training "
         f"({BYTES_PER_PARAMETER} bytes each: weights, gradients, AdamW; activations come on top)",
     ]
     for host in inventory.hosts:
@@ -223,7 +225,3 @@ def meaning_lines(inventory: Inventory) -> list[str]:
             f"disk on {host.name}: room for {counted(checkpoints, 'checkpoint')} of 100M parameters (1.2 GB each)"
         )
     return lines
-
-
-def abbreviated(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from training.config.launch import Cause
-from training.records.node import NodeEnd, RankFailure
+from training.records.node import NodeEnd
 from training.records.record import Record
 
 DONE, SIGKILLED, SIGKILL, SIGTERM = 0, 137, 9, 15
@@ -240,10 +240,6 @@ def _told_to_stop(name: str, host: HostStatus, *, stop_requested: bool) -> Attem
         return _outcome("daemon", name, host, "it got SIGTERM while its daemon did not answer: the daemon shuts down")
     why = host.reason or "the machine shuts down, or its daemon"
     return _outcome("killed", name, host, f"its node got SIGTERM, but not from the launcher: {why}")
-
-
-def _failures(host: HostStatus) -> tuple[RankFailure, ...]:
-    return host.end.failures if host.end is not None else ()
 
 
 def _errors(hosts: Mapping[str, HostStatus]) -> Iterator[tuple[str, HostStatus, int | None, str]]:

@@ -49,15 +49,15 @@ def launch(rig: Rig, *hosts: dict[str, Any], **more: Any) -> LaunchConfig:
     return LaunchConfig.model_validate({"launcher": "docker", "hosts": given, **fields})
 
 
-def check(config: LaunchConfig, run_dir: Path, **more: Any) -> dict[str, HostFacts]:
+def check(config: LaunchConfig, run_dir: Path) -> dict[str, HostFacts]:
     home = run_dir.parent
-    return check_hosts(docker_hosts(read_hosts(config), home=home), config, home=home, run_dir=run_dir, **more)
+    return check_hosts(docker_hosts(read_hosts(config), home=home), config, home=home, run_dir=run_dir)
 
 
-def faults(rig: Rig, config: LaunchConfig, run_dir: Path, **more: Any) -> dict[str, tuple[str, ...]]:
+def faults(rig: Rig, config: LaunchConfig, run_dir: Path) -> dict[str, tuple[str, ...]]:
     """What the preflight says of each host; it must refuse, and leave nothing."""
     with pytest.raises(HostsNotReady) as refused:
-        check(config, run_dir, **more)
+        check(config, run_dir)
     assert str(refused.value).endswith(tuple(found for lines in refused.value.findings.values() for found in lines))
     assert_nothing_left(rig, run_dir)
     return dict(refused.value.findings)
@@ -200,8 +200,8 @@ def test_a_disk_without_room(rig: Rig) -> None:
     small = rig.make_home(size_mib=16) / "tiny-1"
     small.mkdir()
     own(small, rig)
-    finding = only(faults(rig, launch(rig, rig.host_config(0)), small, disk_gib=2), "host0")
-    assert finding == f"{small.parent} has 0.02 GiB free, 2 are needed: free some space"
+    finding = only(faults(rig, launch(rig, rig.host_config(0)), small), "host0")
+    assert finding == f"{small.parent} has 0.02 GiB free, 1 are needed: free some space"
 
 
 def test_an_address_of_another_host(rig: Rig, run_dir: Path) -> None:

@@ -52,11 +52,10 @@ class Saver:
         strategy: Strategy,
         model: LanguageModel,
         rank: Rank,
-        micro_batches: MicroBatches | None = None,
-        spikes: Spikes | None = None,
+        micro_batches: MicroBatches,
+        spikes: Spikes,
     ) -> None:
         self.run_dir, self.plan, self.strategy, self.rank = run_dir, plan, strategy, rank
-        micro_batches, spikes = micro_batches or MicroBatches.of(plan), spikes or Spikes(plan.config.train)
         self.manifest = partial(unfilled_manifest, plan, micro_batches=micro_batches, spikes=spikes)
         self.hf_config: Any = model.hf.config
         self.staging = Staging(plan, rank)

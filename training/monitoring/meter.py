@@ -28,10 +28,10 @@ class Meter:
         *,
         rank: Rank,
         start: int,
-        tokens: int = 0,
-        rows: Sequence[Mapping[str, float]] = (),
-        micro_batches: MicroBatches | None = None,
-        spikes: Spikes | None = None,
+        tokens: int,
+        rows: Sequence[Mapping[str, float]],
+        micro_batches: MicroBatches,
+        spikes: Spikes,
     ) -> None:
         self.reader = StepReader(plan, rank=rank, micro_batches=micro_batches, rows=rows, spikes=spikes)
         self.rates = Rates(plan, device=rank.device, start=start, tokens=tokens, rows=rows)

@@ -52,13 +52,12 @@ class FiniteCheck:
         plan: RunPlan,
         *,
         warns: bool,
-        skipped: int = 0,
-        micro_batches: MicroBatches | None = None,
-        spikes: Spikes | None = None,
+        skipped: int,
+        micro_batches: MicroBatches,
+        spikes: Spikes,
     ) -> None:
-        self.spikes = spikes or Spikes(plan.config.train)
         self.plan, self.warns, self.skipped, self.in_a_row = plan, warns, skipped, 0
-        self.micro_batches = micro_batches or MicroBatches.of(plan)
+        self.micro_batches, self.spikes = micro_batches, spikes
 
     def check(self, outcomes: Sequence[StepOutcome]) -> None:
         """Raise NonFiniteLoss for an update that is not finite, and for too many skipped steps in a row; Spike for the

@@ -62,8 +62,8 @@ class Rates:
         *,
         device: torch.device,
         start: int,
-        tokens: int = 0,
-        rows: Sequence[Mapping[str, float]] = (),
+        tokens: int,
+        rows: Sequence[Mapping[str, float]],
     ) -> None:
         self.plan, self.device, self.step, self.tokens = plan, device, start, tokens
         self.batches = plan.batches

@@ -33,12 +33,12 @@ class StepReader:
         plan: RunPlan,
         *,
         rank: Rank,
-        micro_batches: MicroBatches | None = None,
-        rows: Sequence[Mapping[str, float]] = (),
-        spikes: Spikes | None = None,
+        micro_batches: MicroBatches,
+        rows: Sequence[Mapping[str, float]],
+        spikes: Spikes,
     ) -> None:
         self.rank, self.is_scaled = rank, plan.scales_loss
-        self.spikes = spikes or Spikes(plan.config.train)
+        self.spikes = spikes
         skipped = next((int(row["skipped_steps"]) for row in reversed(rows) if "skipped_steps" in row), 0)
         self.finite = FiniteCheck(
             plan, warns=rank.is_metrics_rank, skipped=skipped, micro_batches=micro_batches, spikes=self.spikes

@@ -46,7 +46,7 @@ def test_the_report_says_what_the_numbers_mean() -> None:
     assert "2 cores, 24.0 GiB memory" in text
     assert "precision: bf16, because bf16 matrix products measured 4.0x as fast as fp32" in text
     assert "ranks: 2, 1 thread each" in text
-    assert "up to 805M parameters" in text  # 12 GiB / 16 bytes
+    assert "up to 805 M parameters" in text  # 12 GiB / 16 bytes
     assert "0.4 GB/s bus bandwidth between 2 ranks, 1 s for the fp32 gradients of 100M" in text  # 0.4 GB
     assert "room for 62 checkpoints" in text  # 75.2 GB / 1.2 GB
     assert "!" not in text
@@ -99,7 +99,7 @@ def test_gpus_are_reported_by_capability() -> None:
     text = report(cpu_host(devices=(gpu(), gpu()), versions={"c++": "12", "driver": "580.1"}))
     assert "NVIDIA A100 (compute capability 8.0)" in text
     assert "ranks: 2, one per GPU" in text
-    assert "up to 5.4B parameters" in text  # 80 GiB / 16 bytes
+    assert "up to 5.37 B parameters" in text  # 80 GiB / 16 bytes
     assert "!" not in text
 
 

@@ -65,7 +65,15 @@ def room_after_warning() -> Iterator[None]:
 
 
 def saver_of(state: TrainingState) -> Saver:
-    return Saver(state.run_dir, plan=state.plan, strategy=state.strategy, model=state.model, rank=state.rank)
+    return Saver(
+        state.run_dir,
+        plan=state.plan,
+        strategy=state.strategy,
+        model=state.model,
+        rank=state.rank,
+        micro_batches=state.micro_batches,
+        spikes=state.spikes,
+    )
 
 
 def take_steps(state: TrainingState, numbers: range, *, saver: Saver) -> None:
@@ -242,4 +250,4 @@ def test_a_checkpoint_that_would_lack_a_tensor_is_refused_before_the_first_step(
     with pytest.raises(
         ValueError, match=r"a checkpoint of these ranks .* lacks model\.layers\.1\.mlp\.up_proj\.weight"
     ):
-        Saver(state.run_dir, plan=state.plan, strategy=state.strategy, model=state.model, rank=state.rank)
+        saver_of(state)

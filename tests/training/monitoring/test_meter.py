@@ -14,11 +14,13 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny_shards import MakeRun
+from training.data.batch import MicroBatches
 from training.monitoring.meter import Meter
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 from training.runtime.process import Rank
 from training.strategies import StepStats
+from training.strategies.spikes import Spikes
 from training.tracking.rows import read_rows
 
 
@@ -37,7 +39,8 @@ def plan(make_run: MakeRun) -> RunPlan:
 
 
 def meter_of(plan: RunPlan, **options: object) -> Meter:
-    return Meter(plan, rank=Rank(0, 1, torch.device("cpu")), **{"start": 0} | options)  # type: ignore[arg-type]
+    given = {"start": 0, "tokens": 0, "rows": (), "micro_batches": MicroBatches.of(plan)} | options
+    return Meter(plan, rank=Rank(0, 1, torch.device("cpu")), **{"spikes": Spikes(plan.config.train)} | given)  # type: ignore[arg-type]
 
 
 def stats(loss: float = 2.0, **changes: object) -> StepStats:

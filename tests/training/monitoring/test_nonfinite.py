@@ -16,12 +16,14 @@ from tasks.planning.plan import plan_run
 from tests.support.configs import inventory, tiny_config
 from tests.support.ranks import Ranks
 from tests.support.tiny_shards import VOCAB, MakeRun
+from training.data.batch import MicroBatches
 from training.data.loader import Loader
 from training.monitoring.nonfinite import SKIPPED_IN_A_ROW, FiniteCheck, StepOutcome
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
 from training.runtime.errors import NonFiniteLoss
+from training.strategies.spikes import Spikes
 
 RARE = VOCAB - 1
 BAD_STEP, BAD_RANK = 5, 1
@@ -134,8 +136,13 @@ def fp16_plan(make_run: MakeRun) -> RunPlan:
     return RunPlan.read(make_run("fp16", ranks=2, parallel__precision="fp16", train__steps=30))
 
 
+def finite_check(plan: RunPlan) -> FiniteCheck:
+    batches, spikes = MicroBatches.of(plan), Spikes(plan.config.train)
+    return FiniteCheck(plan, warns=True, skipped=0, micro_batches=batches, spikes=spikes)
+
+
 def test_a_loss_scale_that_adapts_is_no_warning(fp16_plan: RunPlan, caplog: pytest.LogCaptureFixture) -> None:
-    check = FiniteCheck(fp16_plan, warns=True)
+    check = finite_check(fp16_plan)
     check.check(outcomes(fp16_plan, count=SKIPPED_IN_A_ROW - 1))
     check.check(outcomes(fp16_plan, count=1, grad_norm=1.0, skipped=False))
     check.check(outcomes(fp16_plan, count=SKIPPED_IN_A_ROW - 1))
@@ -144,7 +151,7 @@ def test_a_loss_scale_that_adapts_is_no_warning(fp16_plan: RunPlan, caplog: pyte
 
 
 def test_too_many_skipped_in_a_row_stop_the_run(fp16_plan: RunPlan) -> None:
-    check = FiniteCheck(fp16_plan, warns=True)
+    check = finite_check(fp16_plan)
     check.check(outcomes(fp16_plan, count=SKIPPED_IN_A_ROW - 1))
     with pytest.raises(NonFiniteLoss, match="20 steps in a row were skipped"):
         check.check(outcomes(fp16_plan, count=1))
@@ -152,4 +159,4 @@ def test_too_many_skipped_in_a_row_stop_the_run(fp16_plan: RunPlan) -> None:
 
 def test_a_lost_loss_in_fp16_is_not_taken_for_adapting(fp16_plan: RunPlan) -> None:
     with pytest.raises(NonFiniteLoss, match=r"step 1 .loss inf on rank 1"):
-        FiniteCheck(fp16_plan, warns=True).check(outcomes(fp16_plan, count=1, loss=math.inf, nonfinite_ranks=(1,)))
+        finite_check(fp16_plan).check(outcomes(fp16_plan, count=1, loss=math.inf, nonfinite_ranks=(1,)))
