@@ -21,7 +21,6 @@ BYTES_PER_PARAMETER = 16  # fp32 weights 4, gradients 4, AdamW's two moments 8
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # weights and moments
 GIB = 2**30
 LEAST_DISK_GIB = 5.0
-WIDTH = 110  # of the report, characters
 LEAST_SHARED_MEMORY_GIB = 0.5  # Docker's default is 64 MiB
 
 
@@ -120,10 +119,10 @@ def unlike_gpus(inventory: Inventory) -> list[str]:
 # The report
 
 
-def doctor_report(inventory: Inventory) -> str:
+def doctor_report(inventory: Inventory, *, width: int = 110) -> str:
     """Return plain text: for each host its parts and measurements, then their effects on a run."""
     page = io.StringIO()
-    console = Console(file=page, width=WIDTH, highlight=False)
+    console = Console(file=page, width=width, highlight=False)
     for host in inventory.hosts:
         console.print(Text(host_line(host), style="bold"))
         console.print(Text(", ".join(f"{name} {version}" for name, version in host.versions.items())))
