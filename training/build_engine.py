@@ -12,7 +12,6 @@ import argparse
 import logging
 import sys
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,20 @@ import numpy as np
 import torch
 
 from training.config.export import ExportConfig
-from training.exports.latency import BATCHES, LENGTHS, Graph, in_turns, session_engine, torch_engine
+from training.exports.latency import BATCHES, of_all_shapes, session_engines, torch_engine
 from training.exports.onnx_graphs import graph_file
 from training.exports.onnx_session import open_session
-from training.exports.parity import Tally, graphs_in, held_out_texts, session_logits, torch_logits
+from training.exports.parity import (
+    CURE,
+    PORTABLE,
+    Portable,
+    Tally,
+    figures,
+    graphs_in,
+    held_out_texts,
+    session_logits,
+    torch_logits,
+)
 from training.exports.tensorrt import EngineSession, build_engine, profiles, why_no_tensorrt
 from training.records.plan import RunPlan
 from training.records.record import write_atomically
@@ -52,11 +61,11 @@ def build_engines(folder: Path, *, plan: RunPlan | None) -> EngineReport:
     """An engine for each graph in `folder`. Raises ValueError where one cannot be built or is out of bounds."""
     exported = ExportedModel.read(folder / "export.json")
     bounds = plan.config.export if plan else ExportConfig()
-    texts = held_out_texts(plan) if plan else random_texts(_vocab_size(folder), context=exported.context)
     model = _torch_model(folder, exported)
-    sessions: dict[tuple[Graph, str], EngineSession] = {}
+    texts = held_out_texts(plan) if plan else random_texts(model.config.vocab_size, context=exported.context)
+    sessions: dict[tuple[Portable, str], EngineSession] = {}
     engines = []
-    for kind, precision in graphs_in(folder):
+    for kind, precision in graphs_in(folder, PORTABLE):
         graph = folder / graph_file(kind, precision)
         started = time.perf_counter()
         ranges = profiles(onnx_inputs(graph), context=exported.context)
@@ -65,15 +74,12 @@ def build_engines(folder: Path, *, plan: RunPlan | None) -> EngineReport:
         tally = Tally(masked=exported.objective == "masked")
         candidate, expected = session_logits(session, kind), torch_logits(model)
         for together in texts:
-            for text, found, true in zip(together, candidate(together), expected(together), strict=True):
-                tally.add(text, found, true)
+            tally.add(together, candidate(together), expected(together))
         record = EngineRecord(
             file=graph.with_suffix(".plan").name,
             tensorrt=session.version,
             gpu=torch.cuda.get_device_name(),
-            profiles=tuple(
-                {name: (size.low, size.usual, size.high) for name, size in shapes.items()} for shapes in ranges
-            ),
+            profiles=tuple(ranges),
             parity=tally.report(kind, precision, bounds),
             texts="held-out" if plan else "random",
             build_s=time.perf_counter() - started,
@@ -91,26 +97,20 @@ def build_engines(folder: Path, *, plan: RunPlan | None) -> EngineReport:
 
 def _check(record: EngineRecord) -> None:
     if not record.parity.passed:
-        raise ValueError(
-            f"{record.file} is not written: it differs from torch by up to {record.parity.max_logit_difference:.3g} "
-            f"(bound {record.parity.max_logit_difference_bound:.3g}), the likeliest token agrees at "
-            f"{100 * record.parity.argmax_agreement:.3f}%. If this is rounding, raise export.max_logit_difference; "
-            "if not, report it to NVIDIA"
-        )
+        raise ValueError(f"{record.file} is not written: {figures(record.parity)}: {CURE}; if not, report it to NVIDIA")
 
 
 def engine_latency(
-    model: Any, sessions: dict[tuple[Graph, str], EngineSession], bounds: ExportConfig, *, context: int
+    model: Any, sessions: dict[tuple[Portable, str], EngineSession], bounds: ExportConfig, *, context: int
 ) -> tuple[LatencyFigure, ...]:
     """Latency of TensorRT and of torch on the same GPU, measured in turns."""
-    engines = {("torch", "fp32"): torch_engine(model.cuda())}
-    for precision in {precision for _, precision in sessions}:
-        of_one = {kind: session for (kind, found), session in sessions.items() if found == precision}
-        engines["TensorRT", precision] = session_engine(of_one)
-    lengths = sorted({min(length, context - 1) for length in LENGTHS})
-    shapes = list(product(dict.fromkeys(kind for kind, _ in sessions), BATCHES, lengths))
-    each = bounds.latency_seconds / max(1, len(shapes))
-    return tuple(figure for shape in shapes for figure in in_turns(engines, *shape, seconds=each))
+    return of_all_shapes(
+        {("torch", "fp32"): torch_engine(model.cuda())} | session_engines("TensorRT", sessions),
+        dict.fromkeys(kind for kind, _ in sessions),
+        batches=BATCHES,
+        context=context,
+        seconds=bounds.latency_seconds,
+    )
 
 
 def onnx_inputs(graph: Path) -> dict[str, list[Any]]:
@@ -122,12 +122,6 @@ def random_texts(vocab_size: int, *, context: int) -> list[list[np.ndarray]]:
     whole = [random.integers(0, vocab_size, context) for _ in range(4)]
     unlike = [random.integers(0, vocab_size, max(1, context * share // 8)) for share in RANDOM_LENGTHS]
     return [whole, unlike]
-
-
-def _vocab_size(folder: Path) -> int:
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
 
 
 def _torch_model(folder: Path, exported: ExportedModel) -> Any:

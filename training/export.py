@@ -42,7 +42,7 @@ from training.exports.onnx_graphs import (
     save_graphs,
     save_quantized,
 )
-from training.exports.parity import check_parity, graphs_in, held_out_texts, parity_failure
+from training.exports.parity import PORTABLE, check_parity, graphs_in, held_out_texts, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
 from training.exports.tokenizer_files import copy_tokenizer, why_others_differ
 from training.facts.model_config import read_settings
@@ -187,7 +187,7 @@ def _write_export(
     )
     check_export(folder, exported)
     exported.write(folder / "export.json")
-    if not graphs_in(folder):
+    if not graphs_in(folder, PORTABLE):
         return exported
     if "tensorrt" not in skipped:
         progress.begin("building TensorRT engines")

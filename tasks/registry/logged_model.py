@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tasks.registry.models import example_prompt
 from tasks.registry.tags import TAG
@@ -85,6 +85,8 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
     export, stub = run_dir / "export", folder.with_name("export")
     stub.mkdir()
     shutil.copy(export / "export.json", stub)
+    example = pd.DataFrame({"prompt": [example_prompt(records)]})
+    sampling = {"new_tokens": 64, "temperature": 0.8, "top_k": 50, "seed": 1337}
     saved = mlflow.models.Model(run_id=model.source_run_id, model_id=model.model_id)
     mlflow.pyfunc.save_model(
         folder,
@@ -95,8 +97,8 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
             "generator": str(GENERATOR),
             "encoder": str(ENCODER),
         },
-        signature=_signature(),
-        input_example=(pd.DataFrame({"prompt": [example_prompt(records)]}), {"new_tokens": 32, "seed": 1}),
+        signature=mlflow.models.infer_signature(example, ["text"], sampling),
+        input_example=(example, {"new_tokens": 32, "seed": 1}),
         pip_requirements=[f"{name}=={importlib.metadata.version(name)}" for name in REQUIREMENTS],
         mlflow_model=saved,
     )
@@ -114,24 +116,6 @@ def link_or_copy(source: Path, target: Path) -> None:
         target.hardlink_to(source)
     except OSError:
         shutil.copy(source, target)
-
-
-def _signature() -> Any:
-    from mlflow.models import ModelSignature
-    from mlflow.types.schema import ColSpec, DataType, ParamSchema, ParamSpec, Schema
-
-    return ModelSignature(
-        inputs=Schema([ColSpec(DataType.string, "prompt")]),
-        outputs=Schema([ColSpec(DataType.string)]),
-        params=ParamSchema(
-            [
-                ParamSpec("new_tokens", DataType.long, 64),
-                ParamSpec("temperature", DataType.double, 0.8),
-                ParamSpec("top_k", DataType.long, 50),
-                ParamSpec("seed", DataType.long, 1337),
-            ]
-        ),
-    )
 
 
 def _link(

@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,29 +70,30 @@ def parse_ref(ref: str) -> tuple[str, str | int]:
 
 def find_version(client: MlflowClient, ref: str) -> ModelVersion:
     """Return the version that `ref` names now. Raises ValueError, with the existing ones, if there is none."""
-    from mlflow.exceptions import MlflowException
-
     name, which = parse_ref(ref)
-    try:
+    with _naming_what_there_is(client, name, ref=ref):
         if isinstance(which, int):
             return client.get_model_version(name, str(which))
         return client.get_model_version_by_alias(name, which)
-    except MlflowException as error:
-        if error.error_code not in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
-            raise
-        raise ValueError(f"the registry has no {ref}: {_what_there_is(client, name)}") from error
 
 
 def require_model(client: MlflowClient, name: str) -> None:
     """Raise ValueError, with the existing models, if no model has that name."""
+    with _naming_what_there_is(client, name, ref=name):
+        client.get_registered_model(name)
+
+
+@contextmanager
+def _naming_what_there_is(client: MlflowClient, name: str, *, ref: str) -> Iterator[None]:
+    """Turn MLflow's error for what does not exist into ValueError, with what does."""
     from mlflow.exceptions import MlflowException
 
     try:
-        client.get_registered_model(name)
+        yield
     except MlflowException as error:
         if error.error_code not in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
             raise
-        raise ValueError(f"the registry has no {name}: {_what_there_is(client, name)}") from error
+        raise ValueError(f"the registry has no {ref}: {_what_there_is(client, name)}") from error
 
 
 def _what_there_is(client: MlflowClient, name: str) -> str:

@@ -53,7 +53,7 @@ def test_a_full_disk_is_named_with_its_room_and_a_resume_goes_on_once_there_is_s
     for message in (err, observed.message(), ended_by):
         assert "No space left on device" in message
         assert str(folder / "checkpoints") in message
-        assert "0.00 GiB are free there" in message
+        assert "0.00 GiB are free in" in message
     observed.check_metrics()
 
     ballast.unlink()

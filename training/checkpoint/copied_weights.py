@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from training.checkpoint.averaged_weights import AveragedWeights
-from training.checkpoint.safetensors_files import TensorFiles, file_name, write_tensors
-from training.checkpoint.writer import write_index
+from training.checkpoint.safetensors_files import TensorFiles, file_name
+from training.checkpoint.writer import write_index, write_rank_file
 from training.records.checkpoint import RankFile, WrittenFile
 
 FILE_BYTES = 5 * 10**9  # of tensors in a file, as on the Hugging Face hub
@@ -45,9 +45,7 @@ def copy_weights(
             parts = () if name in buffers else tensor.flatten().split(CHECKED_NUMBERS)
             if not all(torch.isfinite(part).all() for part in parts):
                 raise ValueError(f"{name} in checkpoint {checkpoint} is not finite: export an earlier checkpoint")
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        hashed = write_tensors(folder / file, tensors, abandoned=threading.Event())
-        written[file] = RankFile(written=hashed, names=tuple(names), tensor_bytes=size)
+        written[file] = write_rank_file(folder / file, tensors, abandoned=threading.Event())
     if len(files) > 1:
         write_index(folder, "model", [written])
     return {file: each.written for file, each in written.items()}

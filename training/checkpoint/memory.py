@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.checkpoint.writer import write_index
+from training.checkpoint.writer import free_space, write_index
 from training.node.host_memory import USED, check_own, hold, make_run_folder, remove_abandoned
 from training.records.checkpoint import CHECKPOINT_MANIFEST
 from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord, RankShare, memory_record
@@ -225,8 +225,3 @@ def make_room(path: Path, size: int) -> None:
 def mapped(path: Path, size: int) -> Tensor:
     """Return a file's bytes as a tensor; writing to the tensor writes to the file."""
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-
-
-def free_space(folder: Path) -> str:
-    """Return a sentence with the free space of the folder's file system."""
-    return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free in {folder}"

@@ -20,11 +20,11 @@ from types import TracebackType
 import torch.distributed as dist
 from torch import Tensor
 
-from training.checkpoint.memory import HostMemory, free_space, make_room, mapped
+from training.checkpoint.memory import HostMemory, make_room, mapped
 from training.checkpoint.safetensors_files import Abandoned
 from training.checkpoint.saver import unfilled_manifest
 from training.checkpoint.staging import Staging
-from training.checkpoint.writer import write_rank_file
+from training.checkpoint.writer import free_space, write_rank_file
 from training.data.batch import MicroBatches
 from training.node.host_memory import note_use
 from training.records.checkpoint import CheckpointManifest

@@ -112,7 +112,7 @@ class Writer:
             except Exception as error:  # any error must reach the loop, otherwise it would wait forever
                 if not isinstance(error, OSError):
                     logger.exception("checkpoint of step %d", self.manifest.step)
-                text = f"{type(error).__name__}: {error}; {_free_space(self.folder)}"
+                text = f"{type(error).__name__}: {error}; {free_space(self.folder.parents[1])}"
                 self.failures.put(WriteFailure(self.rank.rank, str(self.path), text, attempt))
                 self.changed.set()
             else:
@@ -190,8 +190,9 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _free_space(folder: Path) -> str:
+def free_space(folder: Path) -> str:
+    """Return the free space of the folder's file system in words."""
     try:
-        return f"{shutil.disk_usage(folder.parents[1]).free / 2**30:.2f} GiB are free there"
+        return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free in {folder}"
     except OSError as error:
         return f"the free space is unknown ({error})"

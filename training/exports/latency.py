@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from training.exports.onnx_graphs import Decode, Forward, graph_file, zero_cache
 from training.exports.onnx_session import InPlaceDecoding, empty_past, open_session
-from training.exports.parity import batch_graphs_in, graphs_in
+from training.exports.parity import BATCH, PORTABLE, Portable, graphs_in
 from training.records.plan import RunPlan
 from training.records.results import SERVED, LatencyFigure, LatencyReport
 from training.records.words import counted
@@ -25,35 +26,42 @@ from training.records.words import counted
 BATCHES, LENGTHS = (1, 8), (32, 128)  # of a forward pass; of the text so far where one more token is decoded
 ROUNDS = range(3, 31)  # from the fewest to the most runs of a shape, as its time allows
 
-Graph = Literal["forward", "decode"]
 Call = Callable[[], object]
 # graph, batch, length -> a function that runs the graph once on ready inputs; None if the engine has no such graph
-Engine = Callable[[Graph, int, int], Call | None]
+Engine = Callable[[Portable, int, int], Call | None]
 
 
 def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport:
     """Measure medians by engine, graph, precision, batch and length, in about export.latency_seconds."""
-    bounds, started = plan.config.export, time.perf_counter()
-    engines: dict[tuple[str, str], Engine] = {("torch", "fp32"): torch_engine(model)}
-    kinds = sorted({kind for kind, _ in graphs_in(folder)}, reverse=True)
-    for precision in sorted({precision for _, precision in graphs_in(folder)}, reverse=True):
-        engines["ONNX Runtime", precision] = onnx_engine(folder, precision)
-    for kind, precision in batch_graphs_in(folder):
+    started, graphs = time.perf_counter(), graphs_in(folder, PORTABLE)
+    sessions = {key: open_session(folder / graph_file(*key)) for key in graphs}
+    engines = {("torch", "fp32"): torch_engine(model)} | session_engines("ONNX Runtime", sessions)
+    for kind, precision in graphs_in(folder, BATCH):
         engines[SERVED, precision] = in_place_engine(open_session(folder / graph_file(kind, precision)))
-    lengths = sorted({min(length, plan.config.train.context - 1) for length in LENGTHS})
-    shapes = list(product(kinds, BATCHES, lengths))
-    figures: list[LatencyFigure] = []
-    for graph, batch, length in shapes:
-        figures += in_turns(engines, graph, batch, length, seconds=bounds.latency_seconds / len(shapes))
+    kinds, context = dict.fromkeys(kind for kind, _ in graphs), plan.config.train.context
     return LatencyReport(
         device=f"CPU, {counted(torch.get_num_threads(), 'thread')}",
-        figures=tuple(figures),
+        figures=of_all_shapes(engines, kinds, context=context, seconds=plan.config.export.latency_seconds),
         seconds=time.perf_counter() - started,
     )
 
 
+def of_all_shapes(
+    engines: dict[tuple[str, str], Engine],
+    graphs: Iterable[Portable],
+    *,
+    batches: Sequence[int] = BATCHES,
+    context: int,
+    seconds: float,
+) -> tuple[LatencyFigure, ...]:
+    """Measure all engines at each shape, in about `seconds` in all."""
+    shapes = list(product(graphs, batches, sorted({min(length, context - 1) for length in LENGTHS})))
+    each = seconds / max(1, len(shapes))
+    return tuple(figure for shape in shapes for figure in in_turns(engines, *shape, seconds=each))
+
+
 def in_turns(
-    engines: dict[tuple[str, str], Engine], graph: Graph, batch: int, length: int, *, seconds: float
+    engines: dict[tuple[str, str], Engine], graph: Portable, batch: int, length: int, *, seconds: float
 ) -> Iterator[LatencyFigure]:
     """Run all engines in turns on one shape; yield the median of each."""
     calls = {key: call for key, engine in engines.items() if (call := engine(graph, batch, length))}
@@ -82,15 +90,10 @@ def in_turns(
         )
 
 
-def onnx_engine(folder: Path, precision: str) -> Engine:
-    kinds = {kind for kind, found in graphs_in(folder) if found == precision}
-    return session_engine({kind: open_session(folder / graph_file(kind, precision)) for kind in kinds})
-
-
 def in_place_engine(session: Any) -> Engine:
     """Return an engine that steps as the server does: `batch` rows at a time, with a cache updated in place."""
 
-    def engine(graph: Graph, batch: int, length: int) -> Call | None:
+    def engine(graph: Portable, batch: int, length: int) -> Call | None:
         if graph == "forward":
             return None
         decoding = InPlaceDecoding(session, rows=batch, capacity=length + 1)
@@ -99,10 +102,16 @@ def in_place_engine(session: Any) -> Engine:
     return engine
 
 
-def session_engine(sessions: Mapping[Graph, Any]) -> Engine:
-    """Return an engine of ONNX Runtime's sessions, or of sessions with the same interface."""
+def session_engines(name: str, sessions: Mapping[tuple[Portable, str], Any]) -> dict[tuple[str, str], Engine]:
+    """Return an engine for each precision of ONNX Runtime's sessions, or of sessions with the same interface."""
+    by_precision = defaultdict[str, dict[Portable, Any]](dict)
+    for (graph, precision), session in sessions.items():
+        by_precision[precision][graph] = session
+    return {(name, precision): _session_engine(own) for precision, own in by_precision.items()}
 
-    def engine(graph: Graph, batch: int, length: int) -> Call | None:
+
+def _session_engine(sessions: Mapping[Portable, Any]) -> Engine:
+    def engine(graph: Portable, batch: int, length: int) -> Call | None:
         if graph not in sessions:
             return None
         feed = inputs_of(sessions[graph], graph, batch, length)
@@ -111,7 +120,7 @@ def session_engine(sessions: Mapping[Graph, Any]) -> Engine:
     return engine
 
 
-def inputs_of(session: Any, graph: Graph, batch: int, length: int) -> dict[str, np.ndarray]:
+def inputs_of(session: Any, graph: Portable, batch: int, length: int) -> dict[str, np.ndarray]:
     if graph == "forward":
         return {"input_ids": np.zeros((batch, length), dtype=np.int64)}
     return {
@@ -123,9 +132,9 @@ def inputs_of(session: Any, graph: Graph, batch: int, length: int) -> dict[str, 
 
 
 def torch_engine(model: Any) -> Engine:
-    modules: dict[Graph, Any] = {"forward": Forward(model).eval(), "decode": Decode(model).eval()}
+    modules: dict[Portable, Any] = {"forward": Forward(model).eval(), "decode": Decode(model).eval()}
 
-    def engine(graph: Graph, batch: int, length: int) -> Call:
+    def engine(graph: Portable, batch: int, length: int) -> Call:
         device = model.device
         arguments: tuple[Any, ...] = (torch.zeros(batch, length, dtype=torch.int64, device=device),)
         if graph == "decode":

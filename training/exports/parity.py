@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -26,11 +26,14 @@ NUM_SEQUENCES = 8  # held-out ones on which parity is checked
 FP16_LOGITS = 100
 ARGMAX_AGREEMENT = {"fp32": 0.999, "fp16": 0.98}
 PERPLEXITY_DIFFERENCE = {"fp32": 1e-3, "fp16": 0.01}
+CURE = "if the logits alone exceed theirs, by rounding, raise export.max_logit_difference"
 STEPS = 8  # tokens that the decode graph gets one by one, after a prompt
 
 Portable = Literal["forward", "decode"]
 Kind = Literal["forward", "decode", "batch"]
-PORTABLE: tuple[Portable, ...] = ("forward", "decode")
+PORTABLE: tuple[Portable, ...] = ("forward", "decode")  # any ONNX runtime can run them
+BATCH: tuple[Kind, ...] = ("batch",)  # only ONNX Runtime can
+K = TypeVar("K", bound=str)
 
 # Texts of any lengths -> fp32 [length, vocab] for each
 Logits = Callable[[list[np.ndarray]], list[np.ndarray]]
@@ -48,19 +51,16 @@ class Tally:
     loss: float = 0.0  # of the export, in nats, summed
     true_loss: float = 0.0  # of the model
 
-    def add_all(self, texts: list[np.ndarray], candidates: list[np.ndarray], truths: list[np.ndarray]) -> None:
-        for each in zip(texts, candidates, truths, strict=True):
-            self.add(*each)
-
-    def add(self, text: np.ndarray, candidate: np.ndarray, truth: np.ndarray) -> None:
-        self.largest.append(float(np.abs(candidate - truth).max()))
-        self.agreeing += int((candidate.argmax(-1) == truth.argmax(-1)).sum())
-        self.positions += len(text)
-        # A causal model predicts the next token; a masked one is asked for the tokens that it sees.
-        logits, targets = (slice(None), text) if self.masked else (slice(-1), text[1:])
-        self.predicted += len(targets)
-        self.loss += _loss(candidate[logits], targets)
-        self.true_loss += _loss(truth[logits], targets)
+    def add(self, texts: list[np.ndarray], candidates: list[np.ndarray], truths: list[np.ndarray]) -> None:
+        for text, candidate, truth in zip(texts, candidates, truths, strict=True):
+            self.largest.append(float(np.abs(candidate - truth).max()))
+            self.agreeing += int((candidate.argmax(-1) == truth.argmax(-1)).sum())
+            self.positions += len(text)
+            # A causal model predicts the next token; a masked one is asked for the tokens that it sees.
+            logits, targets = (slice(None), text) if self.masked else (slice(-1), text[1:])
+            self.predicted += len(targets)
+            self.loss += _loss(candidate[logits], targets)
+            self.true_loss += _loss(truth[logits], targets)
 
     @property
     def difference(self) -> float:
@@ -102,22 +102,22 @@ def check_parity(model: Any, reloaded: Any, folder: Path, *, plan: RunPlan) -> t
     ONNX Runtime cannot run them.
     """
     masked, bounds = plan.config.objective == "masked", plan.config.export
-    graphs: list[tuple[Kind, str]] = [*graphs_in(folder), *batch_graphs_in(folder)]
+    graphs = graphs_in(folder, (*PORTABLE, *BATCH))
     left = {key: _opened_when_run(folder / graph_file(*key), key[0]) for key in graphs}
     tallies = {key: Tally(masked) for key in left}
     expected, reloaded_logits, reload = torch_logits(model), torch_logits(reloaded), Tally(masked)
     out: dict[str, str] = {}
     for texts in held_out_texts(plan):
         truth = expected(texts)
-        reload.add_all(texts, reloaded_logits(texts), truth)
+        reload.add(texts, reloaded_logits(texts), truth)
         for key, logits in [*left.items()]:
             try:
-                tallies[key].add_all(texts, logits(texts), truth)
+                tallies[key].add(texts, logits(texts), truth)
             except Exception as error:
                 del left[key]
                 out[graph_file(*key)] = f"ONNX Runtime cannot run it ({reason(error)})"
     reports = [tallies[key].report(*key, bounds) for key in left if key[1] not in QUANTIZED]
-    out |= {graph.file: _figures(graph) for graph in reports if not graph.passed}
+    out |= {graph.file: f"{figures(graph)}: {CURE}" for graph in reports if not graph.passed}
     precisions: list[PrecisionQuality] = []
     steps = [precision for kind, precision in left if kind == "batch" and graph_file(kind, precision) not in out]
     if "fp32" in steps:
@@ -156,20 +156,10 @@ def _price(quality: PrecisionQuality) -> str:
     )
 
 
-def graphs_in(folder: Path) -> list[tuple[Portable, str]]:
-    """Return the kind and precision of the graphs in `folder` that any ONNX runtime can run."""
-    return [
-        (kind, precision)
-        for precision in ("fp32", "fp16")
-        for kind in PORTABLE
-        if (folder / graph_file(kind, precision)).is_file()
-    ]
-
-
-def batch_graphs_in(folder: Path) -> list[tuple[Kind, str]]:
-    """Return the kind and precision of the graphs in `folder` for ONNX Runtime only, fp32 first."""
-    precisions = ("fp32", "fp16", *QUANTIZED)
-    return [("batch", precision) for precision in precisions if (folder / graph_file("batch", precision)).is_file()]
+def graphs_in(folder: Path, kinds: Sequence[K]) -> list[tuple[K, str]]:
+    """Return the kind and precision of the graphs of these kinds in `folder`, fp32 first."""
+    of_kinds = [(kind, precision) for precision in ("fp32", "fp16", *QUANTIZED) for kind in kinds]
+    return [key for key in of_kinds if (folder / graph_file(*key)).is_file()]
 
 
 def held_out_texts(plan: RunPlan) -> list[list[np.ndarray]]:
@@ -222,12 +212,12 @@ def parity_failure(parity: ParityReport, *, report: Path) -> str:
     )
 
 
-def _figures(graph: GraphParity) -> str:
+def figures(graph: GraphParity) -> str:
+    """Return in words by how much a graph or an engine differs from torch."""
     return (
         f"on {graph.positions} held-out positions it differs from torch by up to "
         f"{graph.max_logit_difference:.3g} (bound {graph.max_logit_difference_bound:.3g}), the likeliest token agrees "
         f"at {100 * graph.argmax_agreement:.3f}% (bound {100 * graph.min_argmax_agreement_bound:.3f}%), perplexity "
         f"differs by {100 * graph.perplexity_difference:.2g}% (bound "
-        f"{100 * graph.max_perplexity_difference_bound:.2g}%): if the logits alone exceed theirs, by rounding, raise "
-        "export.max_logit_difference"
+        f"{100 * graph.max_perplexity_difference_bound:.2g}%)"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ CURE = "build engines inside the serving image on a machine with a GPU: python -
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class ShapeRange:
+class ShapeRange(NamedTuple):
     """Smallest, usual and largest shape of an input, for TensorRT's optimization profile."""
 
     low: Shape
@@ -94,7 +93,7 @@ def build_engine(graph: Path, profiles: Sequence[dict[str, ShapeRange]], *, timi
     for shapes in profiles:
         ranges = builder.create_optimization_profile()
         for name, size in shapes.items():
-            ranges.set_shape(name, size.low, size.usual, size.high)
+            ranges.set_shape(name, *size)
         if settings.add_optimization_profile(ranges) < 0:
             raise ValueError(f"TensorRT refuses these shapes for {graph.name}: {shapes}")
     known = timing_cache.read_bytes() if timing_cache.is_file() else b""
@@ -144,11 +143,6 @@ class EngineSession:
 
     def run(self, names: list[str] | None, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
         given = {name: torch.from_numpy(np.ascontiguousarray(array)).cuda() for name, array in feed.items()}
-        found = self.run_on_gpu(given)
-        return [found[name].cpu().numpy() for name in (names or self.outputs)]
-
-    def run_on_gpu(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run the engine on tensors on the GPU; return its outputs when they are complete."""
         context = self.contexts[self._profile_of({name: tuple(tensor.shape) for name, tensor in given.items()})]
         for name, tensor in given.items():
             if not context.set_input_shape(name, tuple(tensor.shape)):
@@ -164,7 +158,7 @@ class EngineSession:
         if not context.execute_async_v3(self.stream.cuda_stream):
             raise RuntimeError("TensorRT did not run the engine; its log above says why")
         self.stream.synchronize()
-        return found
+        return [found[name].cpu().numpy() for name in (names or self.outputs)]
 
     def _profile_of(self, shapes: dict[str, Shape]) -> int:
         """Return the first profile that allows these shapes. Raises ValueError if none does."""

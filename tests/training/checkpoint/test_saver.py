@@ -142,7 +142,7 @@ def test_a_failed_write_is_reported_and_tried_again(
     assert finished_checkpoints(state.run_dir) == [checkpoint_folder(state.run_dir, 1)]
     part = state.run_dir / "checkpoints" / ".00000001.part" / "model.safetensors"
     assert f"checkpoint of step 1: rank 0 could not write {part} (OSError: [Errno 27] File too large" in caplog.text
-    assert "GiB are free there), try 1 of 3" in caplog.text
+    assert f"GiB are free in {state.run_dir}), try 1 of 3" in caplog.text
     assert leftovers(state.run_dir) == []
 
 
