@@ -7,29 +7,33 @@ from training.records.record import Record
 
 
 class BlamePlan(EvaluationPlan):
-    """SHARDLINE_HOME/evaluations/ID/plan.json: measure the batch of `batch_step` of the run whose plan is `run_plan`,
-    a path.
-    """
+    """SHARDLINE_HOME/evaluations/ID/plan.json: measure the loss of each document in one batch of a run."""
 
     batch_step: int
+    """Step whose batch is measured, counted from 1."""
     run_plan: str
+    """Path of the plan of the run that has this batch."""
 
 
 class BlamedDocument(Record):
-    """A document of the training split, and its mean loss over its `tokens` in the batch, nats.
-
-    `first`, `stop`: stream positions around these tokens; `document`: those of the whole document.
-    """
+    """A document of the training split, and its loss in the batch."""
 
     number: int
+    """Number of the document in the training split, from 0."""
     loss: float
+    """Mean loss over the document's predicted tokens in the batch, in nats."""
     tokens: int
+    """Number of the document's tokens that are predicted in the batch."""
     first: int
+    """Position in the training split's stream of the first of these tokens."""
     stop: int
+    """Position in the stream after the last of these tokens."""
     document: tuple[int, int]
+    """Positions in the stream of the whole document: its first token, and the one after its last."""
 
 
 class Blame(Record):
-    """blame.json: the documents in a step's batch, the largest loss first, under the checkpoint before it."""
+    """blame.json: the documents in a step's batch, measured under the checkpoint before it."""
 
     documents: tuple[BlamedDocument, ...]
+    """All documents in the batch, the one with the largest loss first."""

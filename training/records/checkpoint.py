@@ -31,41 +31,56 @@ FOLDER = re.compile(rf"\.?({STEP.pattern})(?:\.part|-[0-9a-f]{{8}}(?:\.whole)?)?
 
 
 class WrittenFile(Record):
+    """A file of a checkpoint as it was written, by which damage to it is found."""
+
     size_bytes: int
+    """Size of the file in bytes."""
     sha256: str
+    """SHA-256 of the file's content."""
 
 
 class RankFile(Record):
-    """A file of a checkpoint that one rank wrote, and the names of the tensors in it."""
+    """A file of a checkpoint that one rank wrote."""
 
     written: WrittenFile
+    """Size and hash of the file."""
     names: tuple[str, ...]
+    """Names of the tensors in the file."""
     tensor_bytes: int
+    """Bytes of these tensors together, without the file's header."""
 
 
 class CheckpointManifest(SealedRecord):
-    """The record of a checkpoint: its step, its layout, and the hash of each file.
-
-    `mesh`, `stages`, `sequence_parallel`: as in RankPlan, what each rank had of the model. `val_loss`: nats per token
-    of the newest validation at this step or before; None: there was none yet. `micro_batches`: by replica, as they were
-    at this step; so is `spikes`.
-    """
+    """The record of a checkpoint: its step, its layout, and the hash of each file."""
 
     FORMAT: ClassVar[Kind] = "checkpoints"
 
     step: int
+    """Number of optimizer steps that led to these weights."""
     tokens: int
+    """Tokens that the run was trained on up to this step, over all ranks."""
     strategy: str
+    """Strategy of the ranks that wrote the checkpoint, such as fsdp."""
     optimizer: Literal["adamw", "muon"]
+    """Optimizer whose state the checkpoint holds."""
     mesh: dict[str, int]
+    """Number of the ranks that wrote it along each axis (pp, dp, cp, tp), as in RankPlan."""
     stages: Stages = ()
+    """Number of layers that each pipeline stage had, by replica, as in RankPlan; empty for equal stages."""
     sequence_parallel: bool = False
+    """Whether tp ranks each had a piece of every sequence, as in RankPlan."""
     world_size: int
+    """Number of ranks that wrote the checkpoint."""
     config_sha256: str
+    """SHA-256 of the config in the plan of the ranks that wrote the checkpoint."""
     val_loss: float | None
+    """Loss of the newest validation at this step or before, in nats per token; None: there was none yet."""
     micro_batches: tuple[int, ...]
+    """Sequences of one forward pass of each replica, as they were at this step."""
     spikes: SpikeState = SpikeState()
+    """State of the search for spikes at this step."""
     files: dict[FileName, WrittenFile]
+    """Size and hash of each file in the checkpoint's folder, by its name."""
 
     @classmethod
     def parse(cls, content: bytes, *, where: Path | str) -> Self:

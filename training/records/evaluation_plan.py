@@ -13,21 +13,26 @@ from training.records.train_result import TrainResult
 
 
 class EvaluationPlan(RankPlan):
-    """SHARDLINE_HOME/evaluations/ID/plan.json.
-
-    `model`: a folder in Hugging Face layout, absolute or relative to the plan's. `averaged`: checkpoints whose average
-    is measured beside it, oldest first.
-    """
+    """SHARDLINE_HOME/evaluations/ID/plan.json: the model to measure, the text, and how ranks share both."""
 
     model: str
+    """Folder of the model in Hugging Face layout, absolute or relative to the plan's folder."""
     step: int
+    """Step of the checkpoint to measure; 0 for a model that is no checkpoint of a run."""
     checkpoint_sha256: str
+    """SHA-256 that identifies the weights: that of the checkpoint's manifest, where it is one."""
     strategy: StrategyName = "single"
+    """How ranks share the weights: whole copies (single), or shards (fsdp) where training had shards."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lies in host memory instead of GPU memory."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Always none, because an evaluation has no backward pass."""
     averaged: tuple[str, ...] = ()
+    """Folders of the checkpoints whose average is measured beside the model, oldest first; empty for none."""
     accumulation: int = 1
+    """Micro-batches of an optimizer step in the run's plan, or 1; an evaluation takes no steps."""
     rebalance: bool = False
+    """Always False, because an evaluation keeps its micro-batches."""
 
     @classmethod
     def of_run(cls, plan: RunPlan, trained: TrainResult) -> Self:

@@ -13,27 +13,29 @@ LEFT_OUT_STEPS = "left_out.json"
 
 
 class LeftOutSteps(Record):
-    """runs/ID/left_out.json. A left-out step keeps its number and learning rate; its batch is never trained on.
+    """runs/ID/left_out.json: the steps whose batches are never trained on.
 
-    `steps`: the reason of each, counted from 1. Training adds those that `train.on_spike=rewind` finds,
-    `shardline resume RUN --without` those that people name. A step cannot be put back, later checkpoints are
-    without it.
+    Such a step keeps its number and learning rate. Training adds those that `train.on_spike=rewind` finds, `shardline
+    resume RUN --without` those that people name. A step cannot be put back: later checkpoints are without it.
     """
 
     steps: dict[int, str] = Field(default_factory=dict)
+    """Reason for leaving a step out, by the step's number, counted from 1."""
 
 
 class SpikeState(Record):
-    """A checkpoint holds this of spikes.
-
-    `losses`, `grad_norms`: of the newest updates that are no spikes, oldest first. `found`: steps that were
-    spikes, of which training went on or only the update was skipped. `left_out`: as in left_out.json.
-    """
+    """The search for spikes of loss and gradient norm, as a checkpoint holds it."""
 
     losses: tuple[float, ...] = ()
+    """Losses of the newest updates, oldest first, by which new ones are judged: at most train.spike_window_steps.
+    Spikes are among them only with train.on_spike=continue.
+    """
     grad_norms: tuple[float, ...] = ()
+    """Gradient norms of the same updates as in `losses`, oldest first."""
     found: tuple[int, ...] = ()
+    """Steps that were spikes and stay in the run: they were trained on, or only their update was skipped."""
     left_out: tuple[int, ...] = ()
+    """Steps whose batches the run does without, as in left_out.json."""
 
 
 def read_left_out(run_dir: Path) -> LeftOutSteps:

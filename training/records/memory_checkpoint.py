@@ -20,14 +20,15 @@ class MemoryRecord(SealedRecord):
     """runs/ID/memory_checkpoint.json: the newest checkpoint that was complete in the memory of the run's hosts.
 
     The first rank writes it once all ranks have their copies, and no other copy is ever loaded: a host that comes back
-    may have copies of steps that the run has repeated since. `name`: the name of the copies' folder on every host; it
-    ends in a word that no other attempt has.
+    may have copies of steps that the run has repeated since.
     """
 
     FORMAT: ClassVar[Kind] = "checkpoints"
 
     step: int
+    """Number of optimizer steps that led to the copied weights."""
     name: FileName
+    """Name of the copies' folder on every host: the step, and a word that no other attempt has."""
 
 
 class RankShare(SealedRecord):
@@ -36,8 +37,11 @@ class RankShare(SealedRecord):
     FORMAT: ClassVar[Kind] = "checkpoints"
 
     rank: int
-    checkpoint: CheckpointManifest  # the manifest of the complete checkpoint, without file names
+    """Number of the rank that wrote this part."""
+    checkpoint: CheckpointManifest
+    """Manifest of the complete checkpoint, without file names."""
     files: dict[FileName, RankFile]
+    """Files of this rank's part, by name."""
 
 
 def memory_record(run_dir: Path) -> MemoryRecord | None:

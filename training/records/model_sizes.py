@@ -10,17 +10,16 @@ NOT_COUNTED = "not counted"
 
 
 class Part(Record):
-    """The parameters of a part of a model.
-
-    `used`: those that one token uses, which are all but the experts that it is not sent to. `cut`: those that tensor
-    parallelism divides by the family's plan; each tp rank has all others. `per_word`: those that one more word of the
-    vocabulary adds.
-    """
+    """The parameters of a part of a model."""
 
     parameters: int = 0
+    """Number of all parameters of the part."""
     used: int = 0
+    """Parameters that one token uses: all but those of the experts that it is not sent to."""
     cut: int = 0
+    """Parameters that tensor parallelism divides by the family's plan; each tp rank has all the others."""
     per_word: int = 0
+    """Parameters that one more word of the vocabulary adds."""
 
     def of_rank(self, tp: int) -> float:
         """Return the parameters of one of `tp` ranks."""
@@ -34,34 +33,37 @@ class Part(Record):
 
 
 class LayersAlike(Part):
-    """Neighbouring layers with the same numbers, which are those of one layer.
-
-    `multiplied`: parameters in the matrices that a token is multiplied with. `attention`: of those, attention's;
-    `for_fp8`: of those, in linear layers that fp8 can compute.
-    """
+    """Neighbouring layers with the same numbers, which are those of one layer."""
 
     count: int
+    """Number of these layers."""
     multiplied: int
+    """Parameters in the matrices of one layer, as far as a token uses them."""
     attention: int
+    """Those `multiplied` parameters that belong to attention; 0 for a layer without attention scores."""
     for_fp8: int = 0
+    """Those `multiplied` parameters that are in linear layers which fp8 can compute."""
 
 
 class ModelSizes(Record):
-    """The parameters of a model. `counted`: where the numbers are from; NOT_COUNTED: they are zeros.
-
-    A tied matrix counts once, in `before`. `looked_up`: parameters of `before` from which a token takes rows, and which
-    it is never multiplied with. `buffers`: numbers in persistent buffers, which are saved but not trained.
-    `why_not_muon`: why Muon cannot train it; empty: it can.
-    """
+    """The parameters of a model, by part."""
 
     counted: str = NOT_COUNTED
+    """Where the numbers are from, as words; NOT_COUNTED: they are zeros."""
     before: Part = Part()
+    """What comes before the layers, such as the embedding; a tied matrix counts here, once."""
     layers: tuple[LayersAlike, ...] = ()
+    """The layers in order, neighbours with the same numbers together."""
     after: Part = Part()
+    """What comes after the layers, such as the last norm and the head."""
     looked_up: int = 0
+    """Parameters of `before` from which a token takes rows, and which it is never multiplied with."""
     buffers: int = 0
+    """Numbers in persistent buffers, which are saved but not trained."""
     why_not_muon: str = ""
+    """Why Muon cannot train the model; empty: it can."""
     tied: bool = False
+    """Whether the output layer uses the embedding's matrix."""
 
     @property
     def is_counted(self) -> bool:

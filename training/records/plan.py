@@ -33,25 +33,34 @@ NOT_ALLOCATED = ("process", "fragmentation")  # parts of a GPU's memory that tor
 
 
 class ModelShape(Record):
-    """The sizes of a model, from which its memory and speed follow.
-
-    `head_dim`: numbers of a head's queries; where its keys and values differ, the mean of both. `mlp_width`: of a dense
-    layer's MLP, the widest. `sizes`: its parameters, counted.
-    """
+    """The sizes of a model, from which its memory and speed follow."""
 
     architecture: str
+    """Kind of the model: llama, gpt2 or bert, or the model_type that the config.json at model.path has."""
     layers: int
+    """Number of layers, also called blocks."""
     width: int
+    """Numbers in a token's hidden state."""
     heads: int
+    """Query heads of an attention layer; 1 for architectures without heads."""
     kv_heads: int
+    """Key/value heads of an attention layer; fewer than `heads` with grouped-query attention."""
     head_dim: int
+    """Numbers in one head's query; where keys and values differ in size, the mean of both."""
     mlp_width: int
+    """Numbers in the hidden layer of a dense MLP; where layers differ, the widest."""
     vocab_size: int
+    """Rows of the embedding: the tokens of the tokenizer, and those rows that a pretrained model has beyond them."""
     context: int
+    """Tokens of a sequence: train.context, or before there is a plan the limit in config.json (0: none)."""
     tied: bool
-    some_kv_heads: tuple[int, ...] = ()  # of layers whose number has a field of its own
-    adds_loss: bool = False  # its class adds to cross-entropy, as its config.json asks
+    """Whether the output layer uses the embedding's matrix."""
+    some_kv_heads: tuple[int, ...] = ()
+    """Key/value heads of those layers for which config.json has a field of its own; tp must divide them too."""
+    adds_loss: bool = False
+    """Whether the model's class adds a loss to cross-entropy, such as a router's, as its config.json asks."""
     sizes: ModelSizes = ModelSizes()
+    """Parameters by part of the model; zeros where nobody has counted them."""
 
     @property
     def parameters(self) -> int:
@@ -60,28 +69,34 @@ class ModelShape(Record):
 
 
 class Prediction(Record):
-    """The plan's predictions, to be compared with what the run measures.
-
-    `memory_gib`: memory of one rank, by component. `step_s`: seconds of one step, by component; each of them adds up.
-    `step_range_ms`: likely, by what was measured before (training/planner/price/pricing.py).
-    `exposed_communication_s` is already included in `step_s`. `mfu`: fraction of the
-    datasheets' dense peak in the plan's precision (None: a device is in no catalogue); `matmul_share`: of the measured
-    rate of matrix products (None: not measured). `correction`: the factors, from earlier runs, that all of it has.
-    """
+    """The plan's predictions, to be compared with what the run measures."""
 
     memory_gib: dict[str, float]
+    """GiB of one rank's memory by component, for the rank that needs most; a rank needs their sum."""
     step_s: dict[str, float]
+    """Seconds of one step by component, the mean where batches grow; a step takes their sum."""
     step_range_ms: tuple[float, float]
+    """Least and most milliseconds that a step is likely to take, by what earlier runs on this machine showed."""
     exposed_communication_s: float
+    """Seconds of a step in which ranks only communicate. They are already part of `step_s`."""
     flops_per_token: float
-    peak_tflops: float  # measured for matrix products in the plan's precision, mean over ranks
-    datasheet_tflops: float | None = None  # dense peak in that precision, mean over ranks
+    """Floating-point operations of training on one token, forward and backward pass (PaLM, appendix B)."""
+    peak_tflops: float
+    """Measured TFLOP/s of matrix products in the plan's precision, mean over ranks; 0 if not measured."""
+    datasheet_tflops: float | None = None
+    """Dense peak TFLOP/s in the plan's precision by the datasheets, mean over ranks; None: one is not known."""
     matmul_share: float | None = None
+    """Share of `peak_tflops` that training reaches; None if no rate of matrix products was measured."""
     mfu: float | None = None
+    """Model FLOPs utilization: the share of `datasheet_tflops` that training reaches; None where that is not known."""
     tokens_per_s: float
+    """Tokens that all ranks together train on in a second."""
     train_s: float
+    """Seconds of all steps of the run, without validations and checkpoints."""
     checkpoint_gib: float
+    """GiB on disk of one checkpoint: weights, optimizer state, and what each rank keeps of its own."""
     correction: Correction = Correction()
+    """Factors from earlier runs, which all predictions here already contain."""
 
     @property
     def step_ms(self) -> float:
@@ -99,51 +114,76 @@ def unmeasured_parts(device_kind: str) -> tuple[str, ...]:
 
 
 class PlannedSource(Record):
-    """A source of the text: the sequences and tokens of one epoch of it, and the epochs that the run sees.
-
-    `documents` in one epoch, and those of them longer than the context, which are cut: 0 in packings that cut the
-    stream wherever a sequence ends.
-    """
+    """A source of the training text, and how much of it the run sees."""
 
     name: str
+    """Name of the source in data.sources, or what the corpus is where it is the only source."""
     sequences: int
+    """Training sequences in one epoch of this source."""
     tokens: int
+    """Tokens that are predicted in one epoch of this source."""
     epochs: float
+    """How often the run sees the source; 0.5 is half of it."""
     documents: int = 0
+    """Documents in one epoch; 0 in packings that cut the stream wherever a sequence ends."""
     cut_documents: int = 0
+    """Documents in one epoch that are cut since they exceed the context; 0 in packings that do not count documents."""
 
 
 class MixturePhase(Record):
-    """The share of the sequences that each source has, from this step (counted from 0) to the next phase."""
+    """The share of each source in the sequences of a part of the run."""
 
     first_step: int
+    """The phase's first step, counted from 0; it lasts up to the next phase."""
     shares: tuple[float, ...]
+    """Share of the sequences that comes from each source, in the order of the plan's `sources`; they sum to 1."""
 
 
 class RankedLayout(Record):
-    """One way to run the job with its predictions. If it does not fit, `why_not` says so and times are None."""
+    """One way to run the job with its predictions, a row of the plan's table."""
 
     strategy: StrategyName
+    """How data-parallel ranks share weights, gradients and optimizer state."""
     tp: int
+    """Ranks that split each layer's matrices (tensor parallelism)."""
     pp: int
+    """Ranks over which the layers are distributed (pipeline parallelism)."""
     dp: int
+    """Data-parallel replicas of the model, each of which takes its share of the batch."""
     cp: int = 1
+    """Ranks that share the tokens of each sequence (context parallelism)."""
     stages: Stages = ()
+    """Number of layers of each pipeline stage, by replica; empty if all stages are equal."""
     stages_per_rank: int = 1
+    """Pipeline stages on each rank; more than 1 are interleaved."""
     sequence_parallel: bool = False
+    """Whether tp ranks each have a piece of every sequence between attention and MLP."""
     reshard_after_forward: bool = True
+    """For fsdp and hsdp, whether a layer's gathered weights are freed after its forward pass."""
     reduce_gradients: Reduce = "each"
+    """For fsdp and hsdp, whether gradients are reduced after each micro-batch or only after the last one of a step."""
     micro_batch: int
+    """Sequences of one forward pass of a replica; the largest where replicas differ."""
     accumulation: int
+    """Micro-batches that each replica takes in one optimizer step."""
     activation_checkpointing: Literal["none", "selective", "full"]
+    """Which activations the backward pass recomputes, instead of keeping them in memory."""
     offload: Literal["none", "optimizer", "parameters"]
+    """What lies in host memory instead of GPU memory."""
     memory_gib: float
+    """Predicted GiB of the rank that has the least memory to spare."""
     usable_gib: float
+    """GiB that this rank's device has for training."""
     step_s: float | None
+    """Predicted seconds of one step; None if the layout does not fit."""
     tokens_per_s: float | None
+    """Predicted tokens per second over all ranks; None if the layout does not fit."""
     matmul_share: float | None = None
+    """Predicted share of the measured rate of matrix products; None: it does not fit, or no rate was measured."""
     exposed_communication_s: float | None
+    """Predicted seconds of a step in which ranks only communicate, part of `step_s`; None if it does not fit."""
     why_not: str
+    """Why the layout does not fit, with the memory that lacks; empty if it fits."""
 
     def as_asked(self) -> dict[str, Any]:
         """Return the fields of the config's section `parallel` that ask for this layout."""
@@ -157,14 +197,20 @@ class RankedLayout(Record):
 
 
 class DeviceShare(Record):
-    """The share of a kind of device in a plan for unlike ones: its ranks, the micro-batch and memory of the fullest."""
+    """The share of a kind of device in a plan for devices of several kinds."""
 
     device: str
+    """Name of the kind of device, such as NVIDIA A100-SXM4-80GB."""
     ranks: int
+    """Number of ranks on devices of this kind."""
     precision: Precision
+    """Precision of matrix products on these devices."""
     micro_batch: int
+    """Sequences of one forward pass, the most that a rank on such a device gets."""
     memory_gib: float
+    """Predicted GiB of the rank on such a device that needs most."""
     usable_gib: float
+    """GiB that one of these devices has for training."""
 
 
 class Place(NamedTuple):
@@ -217,57 +263,75 @@ def torch_environment(device_kind: str) -> dict[str, str]:
 
 
 class RankPlan(Record):
-    """A plan's part that ranks read, to train or to evaluate: the model's text, its shape, and how they share both.
+    """A plan's part that ranks read, to train or to evaluate: the model's text, its shape, and how they share both."""
 
-    `config` is what was asked for and the rest what was chosen; ranks follow the latter.
-    `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours. Where
-    ranks share each sequence there is an axis cp besides, between dp and tp.
-    `stages_per_rank`: pipeline stages of equal layers on each rank; more than 1 are interleaved.
-    `stages`: the number of layers of each pipeline stage, by data-parallel replica, where replicas are of unlike shape
-    or their stages unequal: ((24,), (10, 14)) is one rank with 24 layers, and a pipeline of two. Then ranks count
-    replica by replica, and pp is the longest pipeline. Empty: equal stages of a whole mesh.
-    `sequence_parallel`: between the blocks that tp ranks share, each has a piece of every sequence.
-    `reshard_after_forward`, `reduce_gradients`: of fsdp and hsdp, as in the config; beside pp always False and last.
-    `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
-    `rebalance` lets the micro-batches change while training goes on. `compiled`: whether layers are compiled.
-    `local_copies`: of models that are named by URLs.
-    `text_encoding`: how text becomes tokens, in the shards and everywhere else.
-    `generation_config`: what generation_config.json of a pretrained model says; `more_ends`: the tokens that end a text
-    of it beside the end token of documents.
-    `precision`: of matrix products; `precisions`: by replica, where they differ, and then the former is the weakest.
-    """
-
-    run_id: str  # the name of the plan's folder
+    run_id: str
+    """Name of the plan's folder: the run's ID, or that of an evaluation."""
     config: RunConfig
+    """The config as it was asked for; ranks follow the plan's other fields where it leaves a choice."""
     shards_dir: str
+    """Folder with the token shards of the text; empty in a dry run."""
     shards_fingerprint: str
+    """Hash in the shards' manifest, by which it is checked that the text is the planned one; empty in a dry run."""
     vocab_size: int
+    """Rows of the model's embedding, which has one for each token of the tokenizer at least."""
     end_id: int
+    """Token that ends a document."""
     mask_id: int | None
+    """Token that hides another one from a masked language model; None for causal models."""
     text_encoding: TextEncoding
+    """How text becomes tokens, in the shards, in prompts and wherever else the model is used."""
     shape: ModelShape
+    """Sizes of the model."""
     device_kind: Literal["cpu", "cuda"]
+    """Whether all ranks compute on GPUs (cuda) or on CPUs."""
     strategy: StrategyName
+    """How data-parallel ranks share weights, gradients and optimizer state."""
     offload: Literal["none", "optimizer", "parameters"]
+    """What lies in host memory instead of GPU memory."""
     activation_checkpointing: Literal["none", "selective", "full"]
+    """Which activations the backward pass recomputes, instead of keeping them in memory."""
     mesh: dict[str, int]
+    """Ranks along each axis, outermost first: pp, dp, cp (only where ranks share sequences) and tp. Ranks that share a
+    layer's matrices are neighbours. With `stages`, pp is the longest pipeline.
+    """
     stages_per_rank: int = 1
+    """Pipeline stages of equal layers on each rank; more than 1 are interleaved."""
     stages: Stages = ()
+    """Number of layers of each pipeline stage, by data-parallel replica, where replicas or stages are unequal: ((24,),
+    (10, 14)) is one rank with 24 layers, and a pipeline of two. Ranks then count replica by replica. Empty: equal
+    stages of a whole mesh.
+    """
     sequence_parallel: bool = False
+    """Whether tp ranks each have a piece of every sequence between the blocks that they share."""
     reshard_after_forward: bool = True
+    """For fsdp and hsdp, whether a layer's gathered weights are freed after its forward pass; always False with pp."""
     reduce_gradients: Reduce = "each"
-    group_ranks: int = 0  # data-parallel ranks in a group, for hsdp and local-sgd
+    """For fsdp and hsdp, whether gradients are reduced after each micro-batch or once a step; always last with pp."""
+    group_ranks: int = 0
+    """Data-parallel ranks in a group, for hsdp and local-sgd; 0 for other strategies."""
     ranks_per_host: tuple[int, ...]
+    """Number of ranks on each host, in the order of ranks."""
     threads_per_rank: int
+    """CPU threads with which each rank computes; the same on all hosts."""
     micro_batches: tuple[int, ...]
+    """Sequences of one forward pass of each data-parallel replica."""
     accumulation: int
+    """Micro-batches that each replica takes in one optimizer step, where all steps have train.global_batch."""
     rebalance: bool
+    """Whether micro-batches and stages may change while training goes on, to follow the measured speed of ranks."""
     compiled: bool = False
+    """Whether layers are compiled with torch.compile."""
     precision: Precision
+    """Precision of matrix products; where replicas differ, the weakest of theirs."""
     precisions: tuple[Precision, ...] = ()
+    """Precision of each replica's matrix products, where they differ; otherwise empty."""
     local_copies: dict[str, str] = Field(default_factory=dict)
+    """Local folder by URL, for a model or checkpoint that the config names by its URL."""
     generation_config: dict[str, Any] = Field(default_factory=dict)
+    """Content of a pretrained model's generation_config.json; empty without one."""
     more_ends: tuple[int, ...] = ()
+    """Tokens that end a generated text, as a pretrained model's files say, apart from `end_id`."""
 
     def local(self, path: str) -> str:
         """A path of the config as ranks open it."""
@@ -335,41 +399,44 @@ class RankPlan(Record):
 
 
 class RunPlan(RankPlan):
-    """runs/ID/plan.json: everything that a rank needs to train, written once by the head node.
-
-    `hosts`: their names in the order of ranks. `idle_hosts`: those that were there, and which the plan does without.
-    `precision_by_device`: the precisions of devices by their names, where they differ.
-    `largest_micro_batches`: how far rebalancing may raise each micro-batch. `largest_stages`: to how many layers it may
-    lengthen each of `stages`; empty where there are none.
-    `by_device`: what each kind of device has, where they are unlike.
-    `ranking`: the possible layouts, the chosen one first; at the end some that do not fit.
-    `steps_in_time`: how many of them train.target_minutes has time for, as the run's first plan predicted; 0: no limit.
-    `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
-    `batch_phases`: the sequences of each step, by train.batch_schedule; empty where all have train.global_batch.
-    `sources`: those of data.sources, or the corpus as one; empty without shards. `mixture`: by phase, empty where there
-    is one source.
-    `price_per_hour`: of all its devices together, in prices.currency; None if a device has no price.
-    `priced`: what the prices are of, by which the run's measurements correct later plans; None where they must not.
-    """
+    """runs/ID/plan.json: everything that a rank needs to train, written once by the head node."""
 
     hosts: tuple[str, ...]
+    """Names of the hosts that have ranks, in the order of ranks."""
     idle_hosts: tuple[str, ...] = ()
+    """Names of the hosts that were available and that the plan does without."""
     precision_by_device: dict[str, Precision] = Field(default_factory=dict)
+    """Precision of matrix products by name of the device, where devices differ in it; otherwise empty."""
     largest_micro_batches: tuple[int, ...]
+    """Most sequences of one forward pass of each replica, up to which rebalancing may raise its micro-batch."""
     largest_stages: Stages = ()
+    """Most layers of each stage in `stages`, up to which rebalancing may lengthen it; empty without `stages`."""
     by_device: tuple[DeviceShare, ...] = ()
+    """What each kind of device has in this plan, where there are several kinds; otherwise empty."""
     steps: int
+    """Number of optimizer steps of the run, after which training ends."""
     steps_in_time: int = 0
+    """Steps for which train.target_minutes has time, as the run's first plan predicted; 0: no such limit."""
     sequences: int
+    """Sequences of all steps; fewer than steps x global batch if train.max_epochs ends within the last batch."""
     batch_phases: tuple[BatchPhase, ...] = ()
+    """Sequences of each step where train.batch_schedule changes them; empty where all have train.global_batch."""
     sources: tuple[PlannedSource, ...] = ()
+    """The sources in data.sources, or the corpus as the only one; empty where the text is not known yet."""
     mixture: tuple[MixturePhase, ...] = ()
+    """Shares of the sources by phase; empty if there is only one source."""
     predicted: Prediction
+    """Predicted memory, speed and time of the chosen layout."""
     priced: Priced | None = None
+    """Machine and job that were priced, by which this run corrects later plans; None: it must not correct any."""
     ranking: tuple[RankedLayout, ...]
+    """Possible layouts: the chosen one, others from the fastest to the slowest, then some that do not fit."""
     reasons: tuple[str, ...]
+    """Sentences on what was chosen and why, as the plan shows them to people."""
     price_per_hour: float | None = None
+    """Price of an hour of all devices that have ranks, in prices.currency; None if one has no price."""
     mlflow_run_id: str = ""
+    """MLflow's ID of the run, to which ranks log; empty in a dry run."""
 
     @property
     def chosen(self) -> dict[str, dict[str, Any]]:
@@ -443,21 +510,28 @@ class RunPlan(RankPlan):
 
 
 class CustomProgramPlan(Record):
-    """runs/ID/trainer.json: on which ranks the user's program runs, and where it logs. Made anew at each start.
-
-    `price_per_hour`: as in RunPlan.
-    """
+    """runs/ID/trainer.json: on which ranks the user's program runs, and where it logs. Made anew at each start."""
 
     run_id: str
+    """ID of the run, which is the name of its folder."""
     config: RunConfig
+    """The run's config, whose section `trainer` names the user's program."""
     hosts: tuple[str, ...]
+    """Names of the hosts that have ranks, in the order of ranks."""
     ranks_per_host: tuple[int, ...]
+    """Number of ranks on each host, in the order of `hosts`."""
     threads_per_rank: int
+    """CPU threads of each rank; the same on all hosts."""
     mlflow_run_id: str
+    """MLflow's ID of the run, to which the program logs."""
     mlflow_experiment_id: str
+    """MLflow's ID of the experiment that the run belongs to."""
     mlflow_experiment_name: str
+    """Name of the experiment in MLflow that the run belongs to."""
     device_kind: str = "cpu"
+    """Kind of the first host's devices: cuda for GPUs, otherwise cpu."""
     price_per_hour: float | None = None
+    """Price of an hour of all devices that have ranks, in prices.currency; None if one has no price."""
 
     @property
     def world_size(self) -> int:

@@ -48,13 +48,11 @@ class OtherFormat(DamagedRecord):
 
 
 class Record(BaseModel):
-    """A stage's result. `write` renames a finished file, so that a reader never sees a part of a record.
-
-    `FORMAT`: the kind whose number is in its file; a record within another has none.
-    """
+    """A stage's result. `write` renames a finished file, so that a reader never sees a part of a record."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     FORMAT: ClassVar[Kind] = "records"
+    """The kind of format whose number the record's file begins with; a record within another has no number."""
 
     def write(self, path: Path) -> None:
         write_atomically(path, self.content())

@@ -11,15 +11,14 @@ SpecialTokensInText = Literal["none", "template", "all"]
 
 
 class TextEncoding(Record):
-    """A rule for special tokens in text and for how documents begin.
-
-    `rule`: data.tokenizer.special_tokens_in_text. `special_tokens`: the special tokens that the rule takes for special
-    where a text holds them; all others are text. `bos`: the tokens before each document and prompt.
-    """
+    """A rule for special tokens in text and for how documents begin."""
 
     rule: SpecialTokensInText = "none"
+    """Value of data.tokenizer.special_tokens_in_text: which special tokens a text may hold as such."""
     special_tokens: tuple[str, ...] = ()
+    """Special tokens that the rule takes for special where a text holds them; all others are text."""
     bos: tuple[str, ...] = ()
+    """Tokens that stand before each document and prompt; empty for none."""
 
     @property
     def settings(self) -> dict[str, str]:

@@ -26,35 +26,46 @@ FOLD = 3  # more or less of the text than is asked for is a warning
 
 
 class SourceFile(Record):
-    """A file of the corpus."""
+    """A file of the corpus, or a data set of the Hugging Face hub."""
 
     name: str
+    """Path within the corpus, in a mixture behind the source's name; for the hub: data set, config and split."""
     num_bytes: int
+    """Size of the file as it is stored, before decompression; 0 for a data set of the hub."""
     sha256: str
+    """SHA-256 of the file's content, or an object store's own hash of it; for the hub the commit of the data set."""
 
 
 class Stretch(Record):
-    """Consecutive tokens that were read from one file: the manifest's `sources[source]`."""
+    """Consecutive tokens that were read from one file."""
 
     source: int
+    """Number of the file in the manifest's `sources`, from 0."""
     tokens: int
+    """Number of tokens in the stretch."""
     text_bytes: int
+    """UTF-8 bytes of the stretch's text, without those that the tokenizer lost."""
 
 
 class Shard(Record):
-    """One token file of one split; `name` is relative to the shard folder, without suffix.
-
-    `part`: the number of its source in a mixture's `parts`. `stretches`: the sources of a validation shard, in order.
-    """
+    """One token file of one split."""
 
     name: Annotated[str, Field(pattern=SHARD_NAME)]
+    """Path of the shard's files relative to the manifest's folder, without suffix, such as train/00007."""
     split: Literal["train", "validation"]
+    """Whether the shard is for training or held out for validation."""
     tokens: int
+    """Number of tokens in the shard."""
     documents: int
+    """Number of documents that end in the shard."""
     text_bytes: int
+    """UTF-8 bytes of the shard's text, without those that the tokenizer lost."""
     sha256: str
+    """SHA-256 over both files of the shard: NAME.bin, then NAME.docs.npy."""
     part: int | None = None
+    """Number of the shard's source in the `parts` of a mixture, from 0; None where the corpus is no mixture."""
     stretches: tuple[Stretch, ...] = ()
+    """Files from which the tokens of a validation shard were read, in order; empty for training shards."""
 
     @property
     def chunk(self) -> int:
@@ -63,64 +74,73 @@ class Shard(Record):
 
 
 class SkippedDocument(Record):
-    """A document that could not be read: where it begins in its file (the manifest's `sources[source]`), and why.
-
-    `number` counts `unit`s: bytes, lines, rows or items; the empty unit is the whole file.
-    """
+    """A document that could not be read."""
 
     source: int
+    """Number of the document's file in the manifest's `sources`, from 0."""
     number: int
+    """Place in the file at which the document begins, counted in `unit`."""
     unit: Literal["", "byte", "line", "row", "item"]
+    """What `number` counts; empty if nothing of the whole file could be read."""
     problem: str
+    """Why the document could not be read."""
 
 
 class SkippedFile(Record):
-    """A file in which text could not be read, and the bytes of that text, or of the whole file."""
+    """A file in which text could not be read."""
 
     name: str
+    """Name of the file within the corpus, in a mixture behind the source's name."""
     num_bytes: int
+    """Bytes of the text that could not be read, or of the whole file."""
 
 
 class LeftOut(Record):
-    """The files of one kind, most often of one suffix, that a corpus has and that are not read.
-
-    `why`: what they are, or how they can be read. `refused`: with data.on_error=stop they end the run. `asked`: by
-    data.include or data.exclude.
-    """
+    """The files of one kind, most often of one suffix, that a corpus has and that are not read."""
 
     kind: str
+    """What the files have in common, most often their suffix."""
     files: int
+    """Number of files of this kind."""
     num_bytes: int
+    """Size of all files of this kind together, in bytes."""
     example: str
+    """Name of one file of this kind."""
     why: str
+    """What files of this kind are, or how they can be read."""
     refused: bool = False
+    """Whether files of this kind end the run where data.on_error=stop."""
     asked: bool = False
+    """Whether data.include or data.exclude left these files out."""
 
 
 class Ledger(Record):
-    """The counts of what was read, left out and lost while text became tokens.
-
-    `repeated`: documents left out because an earlier one has the same text. `filtered`: rows left out by data.where.
-    `skipped`: documents that could not be read, with all that was lost to the same fault; `skipped_bytes`: their size
-    in the files, `skipped_files`: how many files they are in. `characters`: of the text that was encoded,
-    `nul_characters` and `lost_characters` among them: for a lost one the tokenizer has nothing, or only its unknown
-    token (white space between words does not count). `unknown_tokens`: how often it gave that token.
-    `special_as_tokens`, `special_as_text`: how often the text holds special tokens that were encoded as such, and as
-    text. `garbled`: stretches of 256 characters that seem to have been read in a wrong encoding.
-    """
+    """The counts of what was read, left out and lost while text became tokens."""
 
     repeated: int = 0
+    """Documents left out because an earlier one has the same text (data.deduplicate)."""
     filtered: int = 0
+    """Rows left out because data.where is false for them."""
     skipped: int = 0
+    """Documents that could not be read, with all that was lost to the same fault."""
     skipped_bytes: int = 0
+    """Bytes in the files of the text that could not be read."""
     skipped_files: int = 0
+    """Number of files with text that could not be read."""
     characters: int = 0
+    """Characters of the text that was encoded."""
     nul_characters: int = 0
+    """NUL characters in the text that was encoded."""
     garbled: int = 0
+    """Stretches of 256 characters that seem to have been read in a wrong encoding."""
     lost_characters: int = 0
+    """Characters without a token, or with the unknown token only; white space between words does not count."""
     unknown_tokens: int = 0
+    """How often the tokenizer gave its unknown token."""
     special_as_tokens: int = 0
+    """How often the text holds a special token of the tokenizer that was encoded as that token."""
     special_as_text: int = 0
+    """How often the text holds a special token of the tokenizer that was encoded like any other text."""
 
     @staticmethod
     def total(ledgers: Iterable[Ledger]) -> dict[str, int]:
@@ -130,49 +150,61 @@ class Ledger(Record):
 
 
 class FinishedChunk(Ledger):
-    """The result of one chunk of a corpus: its shards, and the documents that were left out of them.
-
-    `bytes_by_file`: what was skipped of each file, by its name.
-    """
+    """The result of one chunk of a corpus: its shards, and the documents that were left out of them."""
 
     FORMAT: ClassVar[Kind] = "shards"
 
     shards: tuple[Shard, ...]
+    """The chunk's shards, those for training first."""
     skipped_examples: tuple[SkippedDocument, ...] = ()
+    """The first documents that could not be read; later ones are only counted."""
     bytes_by_file: dict[str, int] = Field(default_factory=dict)
+    """Bytes of the text that could not be read, by the file's name."""
     garbled_example: SkippedDocument | None = None
+    """First text, quoted in `problem`, that seems to have been read in a wrong encoding; None if there is none."""
 
 
 class TokenShards(Ledger):
-    """The manifest of a shard folder. No paths, times or hosts: equal inputs give equal bytes.
-
-    `parts`: the names of a mixture's sources, in order; its shards lie in the folders of the sources, beside this one.
-    `largest_skipped`: the files of which most was skipped, FILES_KEPT at most.
-    `left_out`: the files that were not read. `hints`: sentences about files that may be meant otherwise.
-    `asked_fraction`: how much of the text was to be held out, if whole documents are; otherwise 0. `garbled_example`:
-    characters and the place of the first.
-    """
+    """The manifest of a shard folder. No paths, times or hosts: equal inputs give equal bytes."""
 
     FORMAT: ClassVar[Kind] = "shards"
 
     fingerprint: str
+    """Hash of all that determines the tokens: the content of files and the settings, but neither paths nor workers."""
     parts: tuple[str, ...] = ()
+    """Names of a mixture's sources, in order, whose shards lie in folders beside this one; empty for one corpus."""
     sources: tuple[SourceFile, ...]
+    """The files that were read, in the order of their tokens; a Stretch and a SkippedDocument name them by number."""
     tokenizer: str
+    """Kind of the tokenizer, or `pretrained` and its name, with its number of tokens."""
     tokenizer_sha256: str
+    """SHA-256 of the tokenizer.json beside the shards."""
     vocab_size: int
+    """Number of tokens in the tokenizer's vocabulary."""
     end_id: int
+    """Token that ends each document."""
     mask_id: int | None
+    """Token that hides another one from a masked language model; None for causal models."""
     text_encoding: TextEncoding
+    """How special tokens in the text were encoded, and what stands before each document."""
     dtype: Literal["uint16", "uint32"]
+    """Type of the numbers in the shards: uint16 if the vocabulary allows it."""
     split_rule: str
+    """How text was divided into training and validation, as a sentence; for a mixture that of each source."""
     shards: tuple[Shard, ...]
+    """All shards, in the order in which training and validation read their tokens."""
     skipped_examples: tuple[str, ...]
+    """The first documents that could not be read, each as its place and the problem."""
     largest_skipped: tuple[SkippedFile, ...] = ()
+    """Files of which most bytes were skipped, the largest first; at most FILES_KEPT."""
     garbled_example: str = ""
+    """First characters that seem to have been read in a wrong encoding, with their place; empty if none."""
     asked_fraction: float = 0.0
+    """Share of the text that was to be held out, where whole documents are; otherwise 0, and in a mixture."""
     left_out: tuple[LeftOut, ...] = ()
+    """Files of the corpus that were not read, by kind."""
     hints: tuple[str, ...] = ()
+    """Sentences about files that may be meant otherwise than they were read."""
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.shards if shard.split == split)

@@ -13,20 +13,27 @@ TRIALS, MEASURED = "trial.json", "trial-measured.json"  # files in the run folde
 
 
 class TrialMeasured(Record):
-    """Measurements of a trial that fits: the seconds of a step, and the peak memory of each rank."""
+    """Measurements of a trial that fits in memory."""
 
     step_s: float
+    """Seconds of the last step."""
     peak_gib: tuple[float, ...]
+    """Peak GiB of each rank, in their order: reserved by torch on a GPU, resident in memory on a CPU."""
 
 
 class Trial(Record):
-    """One launch. If it ran out of memory, `detail` says where and with which error, and `measured` is None."""
+    """One launch of a few steps with given micro-batches."""
 
     micro_batches: tuple[int, ...]
+    """Sequences of one forward pass of each replica."""
     accumulation: int
+    """Micro-batches of each replica in one optimizer step."""
     detail: str = ""
+    """Where memory ran out and with which error; empty if the trial fits."""
     measured: TrialMeasured | None = None
+    """Measurements of the trial; None if it ran out of memory."""
     seconds: float
+    """Seconds that the launch took, with starting its processes."""
 
     def __str__(self) -> str:
         size = describe_micro_batches(self.micro_batches)
@@ -40,14 +47,20 @@ class Trial(Record):
 
 
 class Trials(Record):
-    """runs/ID/trial.json: all launches for one layout in order; the last one fits. `compiled`: whether layers were."""
+    """runs/ID/trial.json: all launches for one layout in order; the last one fits."""
 
     strategy: str
+    """Strategy of the plan that was tried."""
     mesh: dict[str, int]
+    """Number of ranks along each axis of that plan (pp, dp, cp, tp), as in RankPlan."""
     stages: Stages = ()
+    """Number of layers of each pipeline stage, by replica, as in RankPlan; empty for equal stages."""
     ranks_per_host: tuple[int, ...]
+    """Number of ranks on each host, in the order of ranks."""
     compiled: bool = False
+    """Whether layers were compiled with torch.compile."""
     trials: tuple[Trial, ...]
+    """All launches in their order."""
 
     def confirm(self, plan: RunPlan) -> bool:
         """Whether these trials found that this plan fits."""
