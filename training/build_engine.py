@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from training.config.export import ExportConfig
-from training.exports.latency import BATCHES, of_all_shapes, session_engines, torch_engine
+from training.exports.latency import of_all_shapes, session_engines, torch_engine
 from training.exports.onnx_graphs import graph_file
 from training.exports.onnx_session import open_session
 from training.exports.parity import (
@@ -107,7 +107,6 @@ def engine_latency(
     return of_all_shapes(
         {("torch", "fp32"): torch_engine(model.cuda())} | session_engines("TensorRT", sessions),
         dict.fromkeys(kind for kind, _ in sessions),
-        batches=BATCHES,
         context=context,
         seconds=bounds.latency_seconds,
     )
