@@ -114,10 +114,6 @@ class Kind(NamedTuple):
     problem: str = ""
     by_bytes: bool = False
 
-    @property
-    def is_archive(self) -> bool:
-        return self.problem.endswith(Cure.UNPACK)
-
 
 def format_of_name(name: str) -> Format | None:
     """Return the format that a file's name tells, without suffixes of compression and of numbered parts."""

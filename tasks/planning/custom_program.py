@@ -17,7 +17,7 @@ from training.config.credentials import without_url_credentials
 from training.config.launch import LaunchConfig
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
-from training.records.plan import TRAINER_PLAN, AnyPlan, CustomProgramPlan, RunPlan
+from training.records.plan import TRAINER_PLAN, CustomProgramPlan
 from training.records.record import Record
 
 logger = logging.getLogger(__name__)
@@ -142,12 +142,6 @@ def ranks_by_host(config: RunConfig, inventory: Inventory) -> dict[str, int]:
         layout[name] = min(number, left)
         left -= layout[name]
     return {name: number for name, number in layout.items() if number}
-
-
-def read_any_plan(run_dir: Path) -> AnyPlan:
-    """Return the run's latest plan."""
-    path = run_dir / TRAINER_PLAN
-    return CustomProgramPlan.read(path) if path.exists() else RunPlan.read(run_dir / "plan.json")
 
 
 def replan_custom_program(plan: CustomProgramPlan, inventory: Inventory) -> CustomProgramPlan:

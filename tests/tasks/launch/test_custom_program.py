@@ -18,14 +18,13 @@ from tasks.planning.custom_program import (
     check_custom_program,
     plan_custom_program,
     ranks_by_host,
-    read_any_plan,
     replan_custom_program,
 )
 from tasks.runs.errors import RunFailed
 from tests.support.configs import inventory
 from tests.support.waiting import until
 from training.config.run import RunConfig
-from training.records.plan import CustomProgramPlan
+from training.records.plan import TRAINER_PLAN, CustomProgramPlan
 
 DOCKER = {"launcher": "docker", "image": "sha256:" + "0" * 64}
 FAR = [
@@ -51,9 +50,9 @@ time.sleep(600)
 LAUNCHER = """
 import sys
 from pathlib import Path
-from tasks.planning.custom_program import read_any_plan
+from training.records.plan import TRAINER_PLAN, CustomProgramPlan
 from tasks.launch.programs import run_custom_program
-run_custom_program(read_any_plan(Path(sys.argv[1])), run_dir=Path(sys.argv[1]))
+run_custom_program(CustomProgramPlan.read(Path(sys.argv[1]) / TRAINER_PLAN), run_dir=Path(sys.argv[1]))
 """
 
 
@@ -130,7 +129,7 @@ def test_it_goes_on_with_the_hosts_that_are_left(shardline_home: Path) -> None:
     fewer = replan_custom_program(plan, inventory(2))
     assert (fewer.hosts, fewer.ranks_per_host) == (("host0",), (2,))
     again = replan_custom_program(fewer, inventory(2, 1))
-    assert again == plan == read_any_plan(shardline_home / "run")
+    assert again == plan == CustomProgramPlan.read(shardline_home / "run" / TRAINER_PLAN)
 
 
 @pytest.mark.slow
