@@ -129,7 +129,7 @@ class StrategyRow(StrategyOutcome):
     steps_to_target: int | None = None
     """Step at which the mean of five logged losses first was at most the target."""
     seconds_to_target: float | None = None
-    """Seconds of training until that mean was at most the target."""
+    """Seconds of training until the mean of five logged losses first was at most the target."""
 
 
 class Comparison(Record):

@@ -48,13 +48,13 @@ class Agreement(Record):
     compared: int
     """Number of steps whose loss both runs logged."""
     max_difference: float
-    """Largest absolute difference of the losses at these steps; infinite if there are none."""
+    """Largest absolute difference of both losses at any step that both runs logged; infinite if there is none."""
     original_commit: str
     """Git commit of the code that trained the original."""
     repeated_commit: str
     """Git commit of the code that trained the repetition."""
     agrees: bool
-    """Whether the largest difference is within the tolerance."""
+    """Whether the largest difference of the losses is within the tolerance."""
 
 
 def find_original(ref: str) -> Original:

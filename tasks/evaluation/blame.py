@@ -59,7 +59,7 @@ class Found(Record):
     documents: tuple[FoundDocument, ...]
     """Documents with the largest mean loss, the largest first."""
     page: str
-    """Path of the HTML page about these documents."""
+    """Path of the HTML page about the documents in `documents`."""
 
 
 def blame(run_dir: Path, *, step: int, top: int, inference: InferenceConfig) -> Found:

@@ -65,7 +65,7 @@ class Running(Record):
     looked_after: bool
     """Whether a launcher lives that will end and remove it."""
     launcher: str
-    """Description of that launcher, or why there is none."""
+    """Description of the launcher that looks after it, or why there is none."""
 
 
 class Listing(Record):

@@ -39,9 +39,9 @@ class QuoteRow(Record):
     machine: str
     """Name of the kind of machine in the file of machines."""
     num_hosts: int
-    """Number of such machines."""
+    """Number of machines of this kind."""
     hosts: str
-    """The same hosts as `plan --hosts` takes them."""
+    """The machines in the words that `plan --hosts` takes."""
     gpu: str
     """Name of the machines' kind of GPU."""
     num_gpus: int
@@ -65,11 +65,11 @@ class QuoteRow(Record):
     train_s: float
     """Predicted seconds of all steps, without validations and checkpoints."""
     train_range_s: tuple[float, float]
-    """Least and most of these seconds that are likely, by the plan's range of a step."""
+    """Least and most seconds of all steps that are likely, by the plan's range of a step."""
     memory_gib: float
     """Predicted GiB of the rank with the least memory to spare."""
     usable_gib: float
-    """GiB that this rank's GPU has for training."""
+    """GiB for training on the GPU of the rank with the least memory to spare."""
     limited_by: str
     """What takes most of a step: compute, memory bandwidth, memory size, communication or another part."""
     limited_share: float
