@@ -33,82 +33,130 @@ class CompareRequest(Record):
     """runs/ID/compare.json (REQUEST): the user's request, with which `shardline resume ID` continues."""
 
     strategies: tuple[str, ...]
+    """Names of the strategies to compare, as they were given."""
     target_loss: float
+    """Training loss whose time is compared; 0 means the lowest that every strategy reached."""
     baseline: bool
+    """Whether a run on one device is added, for speedups and differences of the loss."""
 
 
 class StrategyOutcome(Record):
-    """The end of a strategy's run; `cause` is one line."""
+    """The end of a strategy's run."""
 
     outcome: OutcomeKind
+    """How the run ended: done, refused (its plan), stopped, not run, or the cause of its failure."""
     cause: str = ""
+    """Why it did not end as done, in one line; empty if it did."""
     run_id: str = ""
+    """ID of the strategy's run; empty if it has none."""
     mlflow_run_id: str = ""
+    """MLflow's ID of the strategy's run; empty if it has none."""
 
 
 class StrategyRow(StrategyOutcome):
-    """A row of the report; a field is None if it was not measured. Batches count sequences; rates are over all ranks.
-
-    `batches_per_device`: sequences of each data-parallel rank in one step. `exposed_communication_ms`: the median of
-    the profiled steps. `communication_mib`: MiB that a rank sends in a step, if they are counted. `speedup`: samples/s
-    relative to the run on one device; `scaling_efficiency`: speedup per device. Errors are measured / predicted - 1.
-    `…_per_1b_tokens`: at the measured tokens/s; `cost`: of the run, as in its cost.json; None without prices.
-    `loss_difference`: the largest difference from the run on one device at any logged step.
-    """
+    """A row of the report; a field is None if it was not measured."""
 
     strategy: str
+    """Name of the strategy as it was asked for."""
     overrides: tuple[str, ...] = ()
+    """Settings by which the strategy differs from the comparison's config, as SECTION.FIELD=VALUE."""
     devices: int | None = None
+    """Number of ranks, each on a device."""
     layout: str = ""
+    """Layout that the plan chose, in words, which may say more than the strategy's name."""
     precision: str = ""
+    """Precision of matrix products; several are joined by +."""
     micro_batches: tuple[int, ...] | None = None
+    """Sequences of one forward pass of each data-parallel replica."""
     accumulation: int | None = None
+    """Micro-batches that each replica takes in one step."""
     batches_per_device: tuple[int, ...] | None = None
+    """Sequences of each data-parallel replica in one step."""
     total_batch: int | None = None
+    """Sequences of one step over all ranks."""
     samples_per_s: float | None = None
+    """Sequences per second over all ranks, the median after warm-up."""
     tokens_per_s: float | None = None
+    """Tokens per second over all ranks, the median after warm-up."""
     step_ms: float | None = None
+    """Milliseconds of a step, the median after warm-up."""
     speedup: float | None = None
+    """Sequences per second relative to the run on one device."""
     scaling_efficiency: float | None = None
+    """Speedup per device; 1 is perfect scaling."""
     mfu: float | None = None
+    """Model FLOP/s as a share of the dense peak in the devices' datasheets, the median after warm-up."""
     matmul_share: float | None = None
+    """Model FLOP/s as a share of the measured rate of matrix products, the median after warm-up."""
     device_hours_per_1b_tokens: float | None = None
+    """Device hours that a billion tokens take at the measured tokens per second."""
     cost_per_1b_tokens: float | None = None
+    """Cost of a billion tokens at the measured tokens per second; None without prices."""
     cost: float | None = None
+    """Cost of the run, as in its cost.json; None without prices."""
     currency: str = ""
+    """Currency of both costs."""
     device_utilisation: float | None = None
+    """Share of the time in which the ranks' devices computed, mean over ranks, the median after warm-up."""
     exposed_communication_ms: float | None = None
+    """Milliseconds of a step in which ranks only communicated, the median of the profiled steps."""
     communication_mib: float | None = None
+    """MiB that a rank sends in a step, the median after warm-up, if the strategy counts them."""
     peak_memory_gib: float | None = None
+    """Peak GiB of the rank that took most: allocated by torch on a GPU, resident in memory on a CPU."""
     average_memory_gib: float | None = None
+    """Average GiB over log points of the rank that took most."""
     predicted_tokens_per_s: float | None = None
+    """Tokens per second that the plan predicted."""
     predicted_step_ms: float | None = None
+    """Milliseconds of a step that the plan predicted."""
     predicted_exposed_ms: float | None = None
+    """Milliseconds of a step in which ranks only communicate, as the plan predicted."""
     speed_error: float | None = None
+    """Measured / predicted tokens per second - 1."""
     predicted_memory_gib: float | None = None
+    """Peak GiB of the rank that takes most, as the plan predicted."""
     memory_error: float | None = None
+    """Measured / predicted peak memory - 1."""
     steps: int | None = None
+    """Last step that the run logged."""
     loss: float | None = None
+    """Mean of the last five logged training losses."""
     lowest_loss: float | None = None
+    """Lowest mean of five logged training losses in a row."""
     loss_difference: float | None = None
+    """Largest difference from the loss of the run on one device, at any step that both logged."""
     steps_to_target: int | None = None
+    """Step at which the mean of five logged losses first was at most the target."""
     seconds_to_target: float | None = None
+    """Seconds of training until the mean of five logged losses first was at most the target."""
 
 
 class Comparison(Record):
     """runs/ID/comparison.json: the whole report in one record."""
 
     run_id: str
+    """ID of the comparison, which is the name of its folder."""
     mlflow_run_id: str
+    """MLflow's ID of the run that has the strategies' runs as children."""
     name: str
+    """Name of the config that was compared."""
     rows: tuple[StrategyRow, ...]
+    """One row for each strategy."""
     target_loss: float | None
+    """Training loss whose time is compared; None if no run reached any."""
     target_was_given: bool
+    """Whether the user gave the target; otherwise it is the lowest loss that every strategy reached."""
     machine: tuple[str, ...]
+    """A sentence for each host: its devices, memory and versions."""
     commit: str
+    """Git commit of the code."""
     command: str
+    """Command that repeats the comparison."""
     open_mlflow: str
+    """What to do to see the runs in MLflow."""
     report: str
+    """Path of the report as an HTML page."""
 
     @property
     def succeeded(self) -> list[StrategyRow]:

@@ -42,12 +42,19 @@ class Agreement(Record):
     """The differences between the losses of a run and of its repetition."""
 
     original: str
+    """ID of the run that was repeated."""
     repeated: str
+    """ID of the repetition."""
     compared: int
+    """Number of steps whose loss both runs logged."""
     max_difference: float
+    """Largest absolute difference of both losses at any step that both runs logged; infinite if there is none."""
     original_commit: str
+    """Git commit of the code that trained the original."""
     repeated_commit: str
+    """Git commit of the code that trained the repetition."""
     agrees: bool
+    """Whether the largest difference of the losses is within the tolerance."""
 
 
 def find_original(ref: str) -> Original:

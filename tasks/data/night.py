@@ -42,7 +42,9 @@ class KnownFiles(Record):
     """SHARDLINE_HOME/nightly/NAME/FINGERPRINT.json, beside a night's corpus: all files known after that night."""
 
     sha256: tuple[str, ...]
+    """SHA-256 of the content of every known file, sorted."""
     files: tuple[SourceFile, ...] = ()
+    """Name, size and hash of every known file, by which a file that grew is recognized."""
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,12 @@ OWN = ""  # among the sets the run's own held-out text
 
 
 class CheckpointEvaluation(Record):
-    """runs/ID/evaluation-STEP.json: a checkpoint on the run's `own` held-out text and on each of the further sets."""
+    """runs/ID/evaluation-STEP.json: a checkpoint that was measured on several held-out texts."""
 
     own: EvalReport
+    """Measurements on the run's own held-out text, with its downstream tasks."""
     sets: dict[str, EvalReport]
+    """Measurements on each of evaluation.held_out_sets, by its name."""
 
     @property
     def losses(self) -> dict[str, float]:

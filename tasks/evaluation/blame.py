@@ -31,24 +31,35 @@ SHOWN_CHARACTERS = 4000  # of a document on the page
 
 
 class FoundDocument(Record):
-    """A document of the batch. `place`: FILE:LINE; `text`: its tokens in the batch, as text."""
+    """A document of the batch."""
 
     number: int
+    """Number of the document in the training split, from 0."""
     loss: float
+    """Mean loss over the document's predicted tokens in the batch, in nats."""
     tokens: int
+    """Number of the document's tokens that are predicted in the batch."""
     place: str
+    """Where the document is in the corpus, as FILE:LINE."""
     text: str
+    """Text of the document's tokens in the batch, cut at SHOWN_CHARACTERS."""
 
 
 class Found(Record):
-    """The documents of the batch of `step`, the largest mean loss first; `of`: how many the batch has."""
+    """The documents of one step's batch that have the largest mean loss."""
 
     run_id: str
+    """ID of the run that trained on the batch."""
     step: int
+    """Step whose batch was measured, counted from 1."""
     checkpoint_step: int
+    """Step of the checkpoint that gave the losses, the newest from before `step`."""
     of: int
+    """Number of documents in the batch, of which `documents` are some."""
     documents: tuple[FoundDocument, ...]
+    """Documents with the largest mean loss, the largest first."""
     page: str
+    """Path of the HTML page about the documents in `documents`."""
 
 
 def blame(run_dir: Path, *, step: int, top: int, inference: InferenceConfig) -> Found:

@@ -17,9 +17,14 @@ log = logging.getLogger(__name__)
 
 
 class Gpu(Record):
+    """A GPU of this host, as NVML lists it."""
+
     name: str
+    """Name of the kind of GPU, as its driver gives it."""
     uuid: str
+    """UUID of this GPU, by which CUDA_VISIBLE_DEVICES may name it."""
     driver: str
+    """Version of the NVIDIA driver."""
 
 
 # Cores and memory within a container's limits

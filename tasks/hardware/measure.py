@@ -55,17 +55,21 @@ OLDEST_DRIVER = {"12": 525, "13": 580}
 
 
 class CachedMeasurement(Record):
-    """`key` has all facts that affect the rates."""
+    """A measurement of a host, to be used again."""
 
     key: dict[str, str]
+    """All facts that affect the rates, by name: host, ranks, CPU, GPUs, versions. If one differs, measure again."""
     measured_at: str
+    """Time of the measurement, in ISO 8601 and UTC."""
     measured: Measured
+    """Measured rates of the host's devices and links."""
 
 
 class HardwareCache(Record):
-    """home/hardware.json: the latest measurement for each host and number of ranks."""
+    """home/hardware.json: the measurements of hosts, so that they are not made before each run."""
 
     entries: tuple[CachedMeasurement, ...] = ()
+    """The latest measurement for each host and number of ranks."""
 
 
 def check_hardware(

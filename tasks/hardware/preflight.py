@@ -33,24 +33,38 @@ POLL_S = 0.05
 
 
 class HostFacts(Record):
-    """The facts that a container found on a host. `image_id` is the same on all hosts, or belongs to one digest."""
+    """The facts that a container found on a host."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     image_id: str
+    """ID of the container's image, the same on all hosts or of the same digest."""
     hostname: str
+    """Name of the machine that the container ran on."""
     cores: int
+    """CPU cores that the container may use."""
     memory_gib: float
+    """GiB of the machine's memory."""
     disk_free_gib: float
+    """GiB that are free on the disk of the run folder; 0 if the storage is not shared."""
     shared_memory_gib: float
+    """GiB of the container's /dev/shm."""
     gpus: tuple[str, ...]
-    infiniband: tuple[str, ...] = ()  # adapters with a connected port
+    """Name of each GPU that the container sees."""
+    infiniband: tuple[str, ...] = ()
+    """InfiniBand adapters with a connected port."""
     driver: str
+    """Version of the NVIDIA driver; empty without one."""
     cpu_model: str
+    """Name of the CPU's model."""
     busy_percent: float
+    """Share of the machine's CPU time that was in use, in percent."""
     sources: str
+    """SHA-256 of the training code in the image, which is compared with the launcher's own."""
     nsys: bool
-    compile_lacks: str  # as in Host
+    """Whether Nsight Systems is installed in the image."""
+    compile_lacks: str
+    """Program that torch.compile lacks on the host, with the cure; empty if it lacks none."""
 
 
 class HostsNotReady(ValueError):

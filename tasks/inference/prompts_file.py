@@ -23,18 +23,22 @@ SAMPLING = {field.name for field in fields(Sampling)}
 
 
 class GeneratedFile(Record):
-    """The content of OUT.record.json: what OUT was made from. A second call with the same `key` does nothing.
-
-    `made`, `tokens` and `seconds` belong to the last call, which may have generated only some of the rows.
-    """
+    """The content of OUT.record.json: what OUT was made from."""
 
     key: str
+    """Hash of prompts, model and settings; a second call with the same key does nothing."""
     model: str
+    """Name and version of the model that wrote the completions."""
     rows: int
+    """Number of rows in OUT, one for each prompt."""
     failed: int
+    """Number of rows that have an error instead of a completion."""
     made: int
+    """Rows that the last call generated; earlier calls may have made others."""
     tokens: int
+    """New tokens that the last call generated."""
     seconds: float
+    """Seconds in which the last call generated, without the start of the engine."""
 
     @property
     def tokens_per_s(self) -> float:

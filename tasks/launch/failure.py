@@ -150,16 +150,18 @@ class HostStatus:
 
 
 class AttemptOutcome(Record):
-    """The end of an attempt. `host`: where the failure began; `detail`: one line; `lines`: the end of that host's log.
-
-    `gpu`: after a GPU's fault, the local rank that used it; None where its node left no record.
-    """
+    """The end of an attempt to run a program on all hosts."""
 
     cause: Cause | Literal["done", "stopped"]
+    """How the attempt ended: done, stopped, or the kind of its failure."""
     host: str = ""
+    """Name of the host where the failure began; empty if it was none in particular."""
     gpu: int | None = None
+    """After a GPU's fault, the local rank that used the GPU; None otherwise, or if its node left no record."""
     detail: str = ""
+    """What happened, in one line; empty if all is done."""
     lines: tuple[str, ...] = ()
+    """Last lines of the log of `host`."""
 
 
 def classify(hosts: Mapping[str, HostStatus], *, stop_requested: bool = False) -> AttemptOutcome:

@@ -41,16 +41,24 @@ FAULTS_OF_BROKEN_GPU = 2
 
 
 class AttemptRecord(Record):
-    """runs/ID/attempts/N/attempt.json."""
+    """runs/ID/attempts/N/attempt.json: one attempt to run a program on all hosts."""
 
     number: int
+    """Number of the attempt, which is the name of its folder; 1 is the run's first."""
     program: str
-    hosts: dict[str, int]  # host's name -> ranks
+    """Module that the ranks ran, such as training.train."""
+    hosts: dict[str, int]
+    """Number of ranks by the host's name, in the order of ranks."""
     from_step: int
+    """Step of the newest checkpoint when the attempt began; 0 without one."""
     began_at: str
+    """Time at which the attempt began, in ISO 8601."""
     ended_at: str
-    stood_by: tuple[str, ...] = ()  # hosts whose ranks were forked from a standby
+    """Time at which the attempt ended, in ISO 8601."""
+    stood_by: tuple[str, ...] = ()
+    """Names of the hosts whose ranks were forked from a standby."""
     ending: AttemptOutcome
+    """How the attempt ended."""
 
     def write_if_possible(self, folder: Path) -> None:
         """Write the record.

@@ -47,14 +47,14 @@ done
 
 
 class AllocationRecord(Record):
-    """runs/ID/allocation/job.json. `machines`: the nodes' names in Slurm, in the order of the run's hosts.
-
-    `began_at`: the job's start; a job that slurmctld has started again has other nodes.
-    """
+    """runs/ID/allocation/job.json: the Slurm nodes of a run."""
 
     job_id: str
+    """ID of the Slurm job that holds the nodes."""
     machines: tuple[str, ...] = ()
+    """Names of the nodes in Slurm, in the order of the run's hosts; empty while the job waits for them."""
     began_at: float = 0.0
+    """Time at which the job started, in seconds since 1970: a job that slurmctld starts again has other nodes."""
 
 
 @dataclass(frozen=True)

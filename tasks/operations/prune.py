@@ -36,24 +36,29 @@ PRUNED = ".pruned-"  # prefix of the name of a folder that is being deleted
 
 
 class Item(Record):
-    """A folder below SHARDLINE_HOME that is deleted or kept, and the reason; `num_bytes` on disk."""
+    """A folder below SHARDLINE_HOME that is deleted or kept."""
 
     kind: Literal["run", "checkpoint", "shards", "copy"]
+    """What the folder holds: a run, one checkpoint, token shards, or the copy of a model."""
     path: str
+    """Path of the folder relative to SHARDLINE_HOME."""
     num_bytes: int
+    """Bytes of the folder's files."""
     kept: bool
+    """Whether the folder is kept; otherwise it is deleted."""
     why: str
+    """Why the folder is kept or deleted."""
 
 
 class Pruning(Record):
-    """The result of `prune`. With `dry_run` nothing was deleted.
-
-    `mlflow_runs`: IDs of the deleted runs' MLflow runs, which `mlflow gc` removes for good, with their artifacts.
-    """
+    """The result of `shardline prune`."""
 
     dry_run: bool
+    """Whether nothing was deleted, and `items` says what would be."""
     items: tuple[Item, ...]
+    """All folders that were judged."""
     mlflow_runs: tuple[str, ...]
+    """IDs of the deleted runs' MLflow runs, which `mlflow gc` removes for good, with their artifacts."""
 
     @property
     def freed_bytes(self) -> int:

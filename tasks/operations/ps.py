@@ -42,30 +42,39 @@ TAIL_BYTES = 65_536  # of metrics.jsonl, whose rows have less than 1000
 
 
 class Running(Record):
-    """A container, or the ranks on this machine, or a launcher on this machine that has neither at the moment.
-
-    `looked_after`: whether a launcher lives that will end and remove it; `launcher` describes that launcher. `step`:
-    the run's last logged step. None or empty: unknown here.
-    """
+    """A container, or the ranks on this machine, or a launcher on this machine that has neither at the moment."""
 
     run: str
+    """ID of the run that it belongs to."""
     attempt: str
+    """Number of the attempt that started it; empty if there is none or it is unknown here."""
     host: str
+    """Name of the host, or of the Slurm nodes, that it runs on."""
     container: str
+    """Name of the container, pod or job; empty for processes of this machine."""
     ranks: int | None
+    """Number of ranks in it; None if there are none or it is unknown here."""
     status: str
+    """State that Docker, the cluster or Slurm reports, with the exit code of one that has ended."""
     health: str
+    """Whether the node's heartbeat is recent: healthy, unhealthy or starting; empty if unknown here."""
     since: str
+    """Time at which it started, or at which it ended, in ISO 8601."""
     step: int | None
+    """Last step that the run has logged; None if it has logged none."""
     looked_after: bool
+    """Whether a launcher lives that will end and remove it."""
     launcher: str
+    """Description of the launcher that looks after it, or why there is none."""
 
 
 class Listing(Record):
-    """`silent`: hosts whose state is unknown, each with the reason."""
+    """What runs on the hosts, as `shardline ps` lists it."""
 
     running: tuple[Running, ...]
+    """What runs, and what has ended but is still there, sorted by run."""
     silent: dict[str, str]
+    """Why the state of a host is unknown, by the host's name."""
 
 
 @dataclass(frozen=True)

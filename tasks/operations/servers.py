@@ -22,21 +22,33 @@ TIMEOUT_S = 120.0  # for a server to end: its DRAIN_S, and its engine
 
 
 class RunningServer(Record):
-    """A server, or one replica of it. `version`: what it serves; None if it does not answer."""
+    """A server of this machine, or one replica of it."""
 
-    url: str  # where clients reach it
-    own_url: str  # where this process answers, and no other replica
+    url: str
+    """Address at which clients reach the server, with all its replicas."""
+    own_url: str
+    """Address at which this process answers, and no other replica."""
     ref: str
+    """Model that the server was asked to serve, such as quickstart@champion."""
     model: str
+    """Name of the model in the registry."""
     version: int | None
+    """Number of the version that it serves; None if it does not answer."""
     status: str
+    """Status that the server reports, killed, or that it does not answer."""
     pid: int
+    """Number of the server's process."""
     since: str
+    """Time at which the process started, in ISO 8601 and UTC; empty if it was killed."""
 
 
 class StoppedServer(Record):
+    """A server that has ended, with all its replicas."""
+
     url: str
+    """Address of the server that was stopped."""
     pids: tuple[int, ...]
+    """Numbers of the processes that have ended, one for each replica."""
 
 
 def list_servers() -> tuple[RunningServer, ...]:

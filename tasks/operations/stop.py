@@ -44,22 +44,31 @@ CLOSING_S = 60.0  # time after the ranks' end: logs, MLflow's status, the embedd
 
 
 class Stopped(Record):
-    """`by`: who stopped the ranks. `silent`: hosts that gave no answer; ranks there end once they see the storage."""
+    """The result of `shardline stop`."""
 
     run: str
+    """ID of the run that was stopped."""
     by: Literal["launcher", "stop", ""]
+    """What stopped the ranks: the run's launcher, or `stop` itself; empty if nothing ran."""
     checkpoint_step: int
+    """Step of the newest checkpoint, from which the run can be resumed; 0 if there is none."""
     seconds: float
+    """Seconds until all had ended."""
     silent: dict[str, str]
+    """Error of each host that gave no answer, by name; ranks there end once they see the shared storage."""
 
 
 class Reaped(Record):
-    """`kept`: containers that have a launcher, with its description. Names are HOST/CONTAINER."""
+    """The result of `shardline reap`."""
 
     removed: tuple[str, ...]
+    """Containers that were removed, as HOST/CONTAINER."""
     kept: dict[str, str]
+    """Containers that stay, as HOST/CONTAINER, with their launcher or the reason."""
     silent: dict[str, str]
+    """Error of each host that gave no answer, by name."""
     dry_run: bool
+    """Whether nothing was removed, and `removed` says what would be."""
 
 
 def stop(run_id: str) -> Stopped:

@@ -26,17 +26,26 @@ SKIPPED = ("tokenize", "plan", "evaluate", "export", "register", "generate")  # 
 
 
 class CustomProgramOutcome(Record):
-    """outcome.json: the result of a user's program. `skipped`: the stages that such a run does not have."""
+    """outcome.json: the result of a user's program."""
 
     run_id: str
+    """ID of the run, which is the name of its folder."""
     mlflow_run_id: str
+    """MLflow's ID of the run."""
     program: str
+    """Module or script that was run, as the config names it."""
     args: tuple[str, ...]
+    """Arguments of the program, as the config has them."""
     hosts: dict[str, int]
+    """Number of ranks by the host's name."""
     attempts: int
+    """Number of attempts that the program took."""
     skipped: tuple[str, ...]
+    """Stages of other runs that such a run does not have."""
     stage_s: dict[str, float]
+    """Seconds of each stage, by its name."""
     open_mlflow: str
+    """What to do to see the run in MLflow."""
 
 
 # Checks before anything starts

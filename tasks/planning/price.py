@@ -15,17 +15,16 @@ TRAINING = "training"  # the stage whose hours and cost are also given per token
 
 
 class RunCost(Record):
-    """runs/ID/cost.json, written when a run ends, however it ends: each stage's device hours and cost.
-
-    `device_hours`: by stage, from the start of its ranks to their end. `cost`: the same, or None if a device has no
-    price. `tokens`: tokens that training has seen. Steps that a failure lost and that were repeated count once here,
-    but twice in the hours.
-    """
+    """runs/ID/cost.json, written when a run ends, however it ends: each stage's device hours and cost."""
 
     device_hours: dict[str, float]
+    """Hours of all devices together in each stage, from the start of its ranks to their end."""
     cost: dict[str, float] | None
+    """Cost of each stage's device hours, in `currency`; None if a device has no price."""
     currency: str
+    """Currency of the cost: prices.currency."""
     tokens: int
+    """Tokens that training has seen; steps repeated after a failure count once here, but twice in the hours."""
 
     @property
     def total_device_hours(self) -> float:

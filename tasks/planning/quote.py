@@ -34,34 +34,54 @@ LEFT_OUT = (
 
 
 class QuoteRow(Record):
-    """A number of machines, their plan and its cost. Ranges are the plan's of a step; None: no price, or not asked for.
-
-    `hosts`: as `plan --hosts` takes them. `limited_by`: what takes most of a step; `limited_share`: its share.
-    """
+    """A number of machines, their plan and its cost."""
 
     machine: str
+    """Name of the kind of machine in the file of machines."""
     num_hosts: int
+    """Number of machines of this kind."""
     hosts: str
+    """The machines in the words that `plan --hosts` takes."""
     gpu: str
+    """Name of the machines' kind of GPU."""
     num_gpus: int
+    """GPUs of all these machines."""
     used_gpus: int
+    """GPUs that the plan uses, one for each rank."""
     strategy: str
+    """Strategy that the plan chose."""
     mesh: dict[str, int]
+    """Number of ranks along each axis (pp, dp, cp, tp)."""
     micro_batch: int
+    """Sequences of one forward pass of a replica."""
     precision: str
+    """Precision of matrix products."""
     steps: int
+    """Optimizer steps of the run."""
     tokens: int
+    """Tokens of all steps."""
     tokens_per_s: float
+    """Predicted tokens per second over all ranks."""
     train_s: float
+    """Predicted seconds of all steps, without validations and checkpoints."""
     train_range_s: tuple[float, float]
-    memory_gib: float  # of a rank
+    """Least and most seconds of all steps that are likely, by the plan's range of a step."""
+    memory_gib: float
+    """Predicted GiB of the rank with the least memory to spare."""
     usable_gib: float
+    """GiB for training on the GPU of the rank with the least memory to spare."""
     limited_by: str
+    """What takes most of a step: compute, memory bandwidth, memory size, communication or another part."""
     limited_share: float
+    """Share of a step that `limited_by` takes."""
     cost: float | None
+    """Predicted cost of training; None if the machine has no price."""
     cost_range: tuple[float, float] | None
+    """Least and most cost that is likely, by the plan's range of a step; None without a price."""
     meets_deadline: bool | None
+    """Whether the predicted time is within the deadline; None if there is no deadline."""
     meets_budget: bool | None
+    """Whether the predicted cost is within the budget; None if there is no budget."""
 
     @property
     def meets(self) -> bool:
@@ -80,26 +100,34 @@ class QuoteRow(Record):
 
 
 class Quote(Record):
-    """The answer of `shardline quote`, the rows by cost.
-
-    `cheapest` meets the deadline, `fastest` the budget. `cannot`: hosts and why no plan is possible on them.
-    `not_planned`: hosts that are no better than these even at their best: at the full rate of their GPUs' matrix
-    products, or at the most that a plan reached with the same GPUs.
-    """
+    """The answer of `shardline quote`."""
 
     config: str
+    """Name of the config that was priced."""
     deadline_s: float | None
+    """Seconds within which training must be done; None: not asked for."""
     budget: float | None
+    """Most that training may cost, in `currency`; None: not asked for."""
     currency: str
+    """Currency of all amounts, from the file of machines."""
     rows: tuple[QuoteRow, ...]
+    """Machines in numbers that can train the config, the cheapest first."""
     cheapest: QuoteRow | None
+    """Cheapest row within the deadline; None if there is none or nothing has a price."""
     fastest: QuoteRow | None
+    """Fastest row within the budget; None if there is none."""
     cannot: dict[str, str]
+    """Why no plan is possible, by hosts."""
     not_planned: tuple[str, ...]
+    """Hosts that even at their best would be no better than those in `rows`, so that they were not planned."""
     verdict: tuple[str, ...]
+    """Sentences that answer the question."""
     notes: tuple[str, ...]
+    """Sentences on what the numbers leave out or guess."""
     price_sources: tuple[str, ...]
+    """Where the prices are from, each with its date."""
     picture: str = ""
+    """Path of a picture of cost against time; empty if none was drawn."""
 
 
 class Goals(NamedTuple):

@@ -30,26 +30,38 @@ MAX_MOVES = 1000  # entries of one model in `history`
 
 
 class Move(Record):
-    """A change of the alias `champion` from version `replaces` (None: it was not set) to `version`.
-
-    `outcome` is empty while the change is in progress; `well`: it ended as intended.
-    """
+    """A change of the alias `champion` from one version to another."""
 
     move_id: str
+    """ID of the MLflow run that records the change."""
     model: str
+    """Name of the model in the registry."""
     kind: Kind
+    """Whether the change is a promotion or a rollback."""
     version: int
+    """Number of the version that becomes champion."""
     replaces: int | None
+    """Number of the version that was champion before; None: there was none."""
     who: str
+    """User and host that asked for the change, as USER@HOST."""
     why: str
+    """Reason for the change, as a sentence."""
     prefect_run: str
+    """ID of the Prefect flow run that makes the change; empty without one."""
     stage: Stage
+    """How far the change has come."""
     rollout: RolloutConfig
+    """Settings by which the servers are watched after the change."""
     outcome: str
+    """How the change ended, as a sentence; empty while it is in progress."""
     well: bool
+    """Whether the change ended as intended."""
     began: str
+    """Time at which the change began, in ISO 8601 and UTC."""
     ended: str
+    """Time at which the change ended, in ISO 8601 and UTC; empty while it is in progress."""
     figures: dict[str, float]
+    """Measurements on the servers during the change, by metric's name."""
 
 
 def begin_move(

@@ -34,17 +34,20 @@ logger = logging.getLogger(__name__)
 
 
 class Terms(Record):
-    """The terms on which a version may become champion: its config's gates and rollout, and its scores.
-
-    `by_source`: its loss on each source of its own held-out text.
-    """
+    """The terms on which a version may become champion: its config's gates and rollout, and its scores."""
 
     gates: GatesConfig = GatesConfig()
+    """Conditions that the version must meet, from its config."""
     rollout: RolloutConfig = RolloutConfig()
+    """How the servers are switched and watched, from its config."""
     scores: tuple[tuple[str, float], ...] = ()
+    """Value of each metric of the version's downstream tasks, as (TASK/METRIC, value)."""
     prompts: tuple[str, ...] = ("",)
+    """Prompts of the version's own samples, which the smoke test sends."""
     masked: bool = False
+    """Whether it is a masked language model, which writes no text."""
     by_source: dict[str, float] = Field(default_factory=dict)
+    """Loss in nats per token on each source of the version's own held-out text."""
 
 
 def terms_of_run(run: FinishedRun) -> Terms:

@@ -38,14 +38,20 @@ POLL_S = 0.2
 
 
 class LockTag(Record):
-    """One contender's tag of the registered model. `urgent`: a rollback, to which a promotion yields the lock."""
+    """One contender's tag of the registered model."""
 
     state: Literal["waiting", "trying", "holding"]
+    """Whether the contender waits for the lock, tries to take it, or holds it."""
     who: str
+    """User and host of the contender, as USER@HOST."""
     what: str
+    """What the contender wants to do, for those who wait."""
     process: str
+    """Key of the contender's process, which differs from that of a later process with the same PID."""
     urgent: bool
+    """Whether it is a rollback, to which a promotion yields the lock."""
     heartbeat: int
+    """Counter that grows while the contender lives; one that stands still for LEASE_S counts as dead."""
 
 
 class LockLost(RuntimeError):

@@ -31,15 +31,16 @@ NUM_LAST_LINES = 10
 
 
 class Smoke(Record):
-    """Latencies, without that of the first request, which warms the server up.
-
-    `error`: why the test failed, or empty.
-    """
+    """The result of requests to a fresh server."""
 
     requests: int
+    """Number of timed requests, without the first one, which warms the server up."""
     p95_ms: float
+    """95th percentile of the requests' latency, in milliseconds; 0 without requests."""
     ready_s: float
+    """Seconds from the server's start until it was ready."""
     error: str
+    """Why the test failed; empty if it passed."""
 
 
 class SmokeFailed(Exception):

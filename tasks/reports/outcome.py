@@ -13,33 +13,52 @@ from training.records.words import format_duration
 
 
 class Outcome(Record):
-    """outcome.json: the whole run in one record, for the terminal, --json and the caller of the flow.
-
-    `against_plan` has the plan's predictions beside the measurements.
-    """
+    """outcome.json: the whole run in one record, for the terminal, --json and the caller of the flow."""
 
     run_id: str
+    """ID of the run, which is the name of its folder."""
     mlflow_run_id: str
+    """MLflow's ID of the run."""
     step: int
+    """Step after which training ended."""
     val_loss: float
+    """Loss on the held-out text, in nats per predicted token."""
     bits_per_byte: float | None
+    """Bits of cross-entropy per byte of held-out text; None for a masked model."""
     accuracy: float
+    """Share of the held-out tokens that the model gave the highest probability."""
     tokens_per_s: float
+    """Tokens per second of training, over all ranks."""
     samples_per_s: float
+    """Sequences per second of training, over all ranks."""
     mfu: float | None
+    """Model FLOP/s as a share of the dense peak in the devices' datasheets; None if that is not known."""
     matmul_share: float | None = None
+    """Model FLOP/s as a share of the measured rate of matrix products; None if that was not measured."""
     peak_memory_gib: float
+    """Peak GiB of the rank that took most: allocated by torch on a GPU, resident in memory on a CPU."""
     against_plan: dict[str, float]
+    """Predicted and measured step time and memory by name, and errors in percent."""
     checkpoint: str
+    """Path of the folder of the last checkpoint."""
     model: str
+    """Name of the model in the registry."""
     version: int
+    """Number of the version that the run registered."""
     alias: str
+    """Alias that the version got: champion, challenger, or none if empty."""
     verdict: str
+    """Sentence that says what the promotion gates decided, and why."""
     generated: str
+    """Text that the exported model wrote as a last check."""
     stage_s: dict[str, float]
+    """Seconds of each stage, by its name."""
     spent: RunCost
+    """Device hours and cost of the run so far."""
     open_mlflow: str
+    """What to do to see the run in MLflow."""
     serve: str
+    """Command that serves the model; empty for a masked model."""
 
 
 def against_plan(plan: RunPlan, result: TrainResult) -> dict[str, float]:

@@ -17,19 +17,25 @@ ENDINGS: dict[str, What] = {"FINISHED": "done", "FAILED": "failed", "KILLED": "s
 
 
 class Event(Record):
-    """`step`: the newest checkpoint at that time. `commit`: of the code, at a start. The next start records a kill."""
+    """A start or an end of a run."""
 
     what: What
+    """What happened to the run; the next start records that it was killed."""
     at: str
+    """Time at which it was recorded, in ISO 8601 and UTC."""
     step: int
+    """Step of the newest checkpoint at that time; 0 without one."""
     why: str = ""
+    """Why the run ended, if it did."""
     commit: str = ""
+    """Git commit of the code, for a start; otherwise empty."""
 
 
 class History(Record):
-    """Oldest first."""
+    """runs/ID/history.json: the starts and ends of a run."""
 
     events: tuple[Event, ...] = ()
+    """All events, oldest first."""
 
 
 def history(run_dir: Path) -> tuple[Event, ...]:

@@ -14,15 +14,16 @@ from training.records.record import Record
 
 
 class Owner(Record):
-    """runs/ID/owner.json: the process that drives the run, its helpers (Prefect's embedded server), its flow run.
-
-    `flow_run_starts`: how often Prefect had started the flow run by then (Retry starts it again); 0: unknown.
-    """
+    """runs/ID/owner.json: the process that drives the run, its helpers and its flow run."""
 
     process: str
+    """Key of the process that drives the run, which differs from that of a later process with the same PID."""
     children: tuple[str, ...]
+    """Keys of its helper processes, such as Prefect's embedded server."""
     flow_run: str = ""
+    """ID of Prefect's flow run; empty for a child of a comparison, or without a flow run."""
     flow_run_starts: int = 0
+    """How often Prefect had started the flow run by then (Retry starts it again); 0: unknown."""
 
 
 def claim(folder: Path, *, flow_run: str, flow_run_starts: int) -> None:
@@ -50,6 +51,7 @@ class RanksLauncher(Record):
     """runs/ID/gang.json: the launcher process of the ranks that last worked on the run."""
 
     launcher: str
+    """Key of the launcher's process, which differs from that of a later process with the same PID."""
 
 
 def owner_process(run_dir: Path) -> psutil.Process | None:

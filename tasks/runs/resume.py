@@ -120,11 +120,18 @@ WORDS: dict[Effect, str] = {
 
 
 class Change(Record):
+    """One setting of a run that a resume changes."""
+
     field: str
+    """Name of the config field, as SECTION.FIELD."""
     old: Any
+    """Value that the run had so far, as JSON has it."""
     new: Any
+    """Value from now on, as JSON has it."""
     effect: Effect
+    """What the change does to the results, compared with a run that never stopped."""
     note: str
+    """What the effect consists of; empty if there is nothing to add."""
 
     def __str__(self) -> str:
         effect = WORDS[self.effect] + (f": {self.note}" if self.note else "")
@@ -132,17 +139,21 @@ class Change(Record):
 
 
 class Resumption(Record):
-    """A resume with other settings: the changes that apply after step `after_step`."""
+    """A resume with other settings."""
 
     after_step: int
+    """Step of the newest checkpoint, after which the changes apply."""
     at: str
+    """Time of the resume, in ISO 8601 and UTC."""
     changes: tuple[Change, ...]
+    """Settings that differ from those before."""
 
 
 class Resumptions(Record):
-    """runs/ID/resume-overrides.json, oldest first."""
+    """runs/ID/resume-overrides.json: the settings that resumes have changed."""
 
     resumptions: tuple[Resumption, ...] = ()
+    """All resumes with other settings, oldest first."""
 
     @property
     def exact(self) -> bool:

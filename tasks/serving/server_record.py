@@ -15,12 +15,18 @@ from training.records.record import Record
 class ServerRecord(Record):
     """A server, or one replica of a server."""
 
-    url: str  # address at which only this process answers
-    ref: str  # the reference that it serves, e.g. quickstart@champion
+    url: str
+    """Address at which only this process answers."""
+    ref: str
+    """Reference that the server was asked for, such as quickstart@champion."""
     model: str
-    process: str  # tasks.workspace.processes.process_key: differs from that of a later process with the same PID
-    public_url: str = ""  # only for a replica: the address that clients use for all replicas
-    supervisor: str = ""  # only for a replica: the process that restarts it; a signal to that process ends all replicas
+    """Name of the model in the registry; empty until it is known."""
+    process: str
+    """Key of the server's process, which differs from that of a later process with the same PID."""
+    public_url: str = ""
+    """Address that clients use for all replicas; empty for a server without replicas."""
+    supervisor: str = ""
+    """Key of the process that restarts a replica; a signal to it ends all replicas. Empty without replicas."""
 
     @property
     def clients_url(self) -> str:

@@ -36,33 +36,36 @@ PATIENCE_S, TRY_EVERY_S = 120.0, 5.0  # wait while the disk is full and MLflow d
 
 
 class RunStatus(Record):
-    """runs/ID/ending.json; a resume removes it.
-
-    `prefect_knows`: the flow run has a final state, or there is no flow run.
-    """
+    """runs/ID/ending.json: how the run ended, and who knows; a resume removes it."""
 
     status: Status
+    """Final status of the run, by MLflow's name."""
     cause: str
+    """Kind of the end, such as done, killed or the cause of a failure; a tag of the MLflow run."""
     why: str = ""
+    """Why the run ended, as a sentence; empty if all went well."""
     mlflow_knows: bool = False
+    """Whether MLflow has been told the status."""
     prefect_knows: bool = False
+    """Whether the flow run has a final state, or there is no flow run."""
 
 
 KILLED = RunStatus(status="KILLED", cause="killed", why="its process was killed")
 
 
 class EndedRun(Record):
-    """A run that has ended, while its flow run may not have.
-
-    `found`: `reconcile_mlflow` has just reported it to MLflow. `prefect_starts`: how often its flow run had been
-    started when the run began; 0: unknown.
-    """
+    """A run that has ended, while its flow run may not have."""
 
     run_id: str
+    """ID of the run, which is the name of its folder."""
     ending: RunStatus
+    """How the run ended."""
     found: bool
+    """Whether `reconcile_mlflow` has just reported it to MLflow."""
     prefect_flow_run_id: str
+    """ID of the run's flow run in Prefect."""
     prefect_starts: int
+    """How often the flow run had been started when the run began; 0: unknown."""
 
 
 def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:

@@ -63,18 +63,20 @@ LONGEST_TAG = 8000  # characters, MLflow's limit
 
 
 class TrackedRun(Record):
-    """runs/ID/run.json: the run and its MLflow run. `begun_with` (in the file: `config`): the config of the run's first
-    start. The plan's config is in force; a resume may have changed it. `begun_by`: the flow run that started it, the
-    outermost where flows call flows; empty for a child of a comparison.
-    """
+    """runs/ID/run.json: the run and its MLflow run."""
 
     model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
 
     run_id: str
+    """ID of the run, which is the name of its folder."""
     mlflow_run_id: str
+    """MLflow's ID of the run."""
     experiment_id: str
+    """MLflow's ID of the experiment that the run belongs to."""
     begun_with: RunConfig = Field(alias="config")
+    """Config of the run's first start (in the file: `config`); the plan's, which a resume may change, is in force."""
     begun_by: str = ""
+    """Flow run that started the run, the outermost where flows call flows; empty for a child of a comparison."""
 
     @property
     def folder(self) -> Path:

@@ -49,14 +49,20 @@ PR_SET_NAME = 15  # linux/prctl.h
 
 
 class RankOrder(Record):
-    """The ranks to start. `environments`: one for each; `ends`: the file for their results."""
+    """The ranks to start."""
 
     module: str
+    """Python module that each rank runs."""
     args: tuple[str, ...] = ()
+    """Arguments of the module."""
     prefix: tuple[str, ...] = ()
+    """Start of each rank's command, such as nsys with its options; empty for none."""
     environments: tuple[dict[str, str], ...] = Field(repr=False)
+    """Variables of each rank, one mapping for each of them."""
     hosts_store: bool = False
+    """Whether this node has the store in which the ranks of all hosts meet."""
     ends: str
+    """Path of the file to which the ends of the ranks are written."""
 
 
 def main(ready: Path, module: str, args: Sequence[str]) -> int:

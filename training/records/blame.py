@@ -25,11 +25,11 @@ class BlamedDocument(Record):
     tokens: int
     """Number of the document's tokens that are predicted in the batch."""
     first: int
-    """Position in the training split's stream of the first of these tokens."""
+    """Position in the training split's stream of the document's first token that the batch predicts."""
     stop: int
-    """Position in the stream after the last of these tokens."""
+    """Position in the training split's stream after the document's last token that the batch predicts."""
     document: tuple[int, int]
-    """Positions in the stream of the whole document: its first token, and the one after its last."""
+    """Positions in the training split's stream of the whole document: its first token, and the one after its last."""
 
 
 class Blame(Record):

@@ -47,7 +47,7 @@ class RankFile(Record):
     names: tuple[str, ...]
     """Names of the tensors in the file."""
     tensor_bytes: int
-    """Bytes of these tensors together, without the file's header."""
+    """Bytes of the file's tensors together, without the header."""
 
 
 class CheckpointManifest(SealedRecord):
@@ -56,7 +56,7 @@ class CheckpointManifest(SealedRecord):
     FORMAT: ClassVar[Kind] = "checkpoints"
 
     step: int
-    """Number of optimizer steps that led to these weights."""
+    """Number of optimizer steps that led to the checkpoint's weights."""
     tokens: int
     """Tokens that the run was trained on up to this step, over all ranks."""
     strategy: str
@@ -64,7 +64,7 @@ class CheckpointManifest(SealedRecord):
     optimizer: Literal["adamw", "muon"]
     """Optimizer whose state the checkpoint holds."""
     mesh: dict[str, int]
-    """Number of the ranks that wrote it along each axis (pp, dp, cp, tp), as in RankPlan."""
+    """Number of the ranks that wrote the checkpoint, along each axis (pp, dp, cp, tp), as in RankPlan."""
     stages: Stages = ()
     """Number of layers that each pipeline stage had, by replica, as in RankPlan; empty for equal stages."""
     sequence_parallel: bool = False

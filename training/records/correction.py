@@ -22,7 +22,7 @@ class Correction(Record):
     runs: tuple[str, ...] = ()
     """IDs of the runs from which the factors come; empty if nothing is corrected."""
     measured: Measured = "nothing"
-    """How similar those runs are: this job in this layout, a similar job or layout, or nothing like it."""
+    """How similar the runs in `runs` are: this job in this layout, a similar job or layout, or nothing like it."""
 
 
 class Priced(Record):

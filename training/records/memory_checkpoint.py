@@ -37,11 +37,11 @@ class RankShare(SealedRecord):
     FORMAT: ClassVar[Kind] = "checkpoints"
 
     rank: int
-    """Number of the rank that wrote this part."""
+    """Number of the rank that wrote this part of the checkpoint."""
     checkpoint: CheckpointManifest
     """Manifest of the complete checkpoint, without file names."""
     files: dict[FileName, RankFile]
-    """Files of this rank's part, by name."""
+    """Size, hash and tensors of each file that the rank wrote, by the file's name."""
 
 
 def memory_record(run_dir: Path) -> MemoryRecord | None:

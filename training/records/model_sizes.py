@@ -36,13 +36,13 @@ class LayersAlike(Part):
     """Neighbouring layers with the same numbers, which are those of one layer."""
 
     count: int
-    """Number of these layers."""
+    """Number of neighbouring layers that are alike."""
     multiplied: int
     """Parameters in the matrices of one layer, as far as a token uses them."""
     attention: int
-    """Those `multiplied` parameters that belong to attention; 0 for a layer without attention scores."""
+    """Parameters among `multiplied` that belong to attention; 0 for a layer without attention scores."""
     for_fp8: int = 0
-    """Those `multiplied` parameters that are in linear layers which fp8 can compute."""
+    """Parameters among `multiplied` that are in linear layers which fp8 can compute."""
 
 
 class ModelSizes(Record):

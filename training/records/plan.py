@@ -173,7 +173,7 @@ class RankedLayout(Record):
     memory_gib: float
     """Predicted GiB of the rank that has the least memory to spare."""
     usable_gib: float
-    """GiB that this rank's device has for training."""
+    """GiB for training on the device of the rank with the least memory to spare."""
     step_s: float | None
     """Predicted seconds of one step; None if the layout does not fit."""
     tokens_per_s: float | None
@@ -204,13 +204,13 @@ class DeviceShare(Record):
     ranks: int
     """Number of ranks on devices of this kind."""
     precision: Precision
-    """Precision of matrix products on these devices."""
+    """Precision of matrix products on devices of this kind."""
     micro_batch: int
-    """Sequences of one forward pass, the most that a rank on such a device gets."""
+    """Sequences of one forward pass, the most that a rank on devices of this kind gets."""
     memory_gib: float
-    """Predicted GiB of the rank on such a device that needs most."""
+    """Predicted GiB of the rank that needs most among those on devices of this kind."""
     usable_gib: float
-    """GiB that one of these devices has for training."""
+    """GiB that one device of this kind has for training."""
 
 
 class Place(NamedTuple):

@@ -36,7 +36,7 @@ class Figures(Record):
     tokens: int
     """Number of tokens that were predicted."""
     text_bytes: int
-    """UTF-8 bytes of the text in which these tokens were predicted."""
+    """UTF-8 bytes of the held-out text whose tokens were predicted."""
 
 
 class SourceFigures(Figures):

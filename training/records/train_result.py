@@ -56,7 +56,7 @@ class TrainResult(Record):
     peak_memory_gib: float
     """Peak GiB of the rank that took most: allocated by torch on a GPU, resident in memory on a CPU."""
     memory: dict[str, float]
-    """Peak and average of each memory figure over the run, on the rank with most, such as peak_reserved_gib."""
+    """Peak and average of each memory figure, such as peak_reserved_gib, on the rank with most of it."""
     skipped_steps: int
     """Number of steps, over all attempts, whose update was skipped because it was not finite or was a spike."""
     spikes: tuple[int, ...] = ()

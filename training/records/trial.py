@@ -52,7 +52,7 @@ class Trials(Record):
     strategy: str
     """Strategy of the plan that was tried."""
     mesh: dict[str, int]
-    """Number of ranks along each axis of that plan (pp, dp, cp, tp), as in RankPlan."""
+    """Number of ranks along each axis (pp, dp, cp, tp) of the plan that was tried, as in RankPlan."""
     stages: Stages = ()
     """Number of layers of each pipeline stage, by replica, as in RankPlan; empty for equal stages."""
     ranks_per_host: tuple[int, ...]

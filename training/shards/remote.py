@@ -17,11 +17,14 @@ REMOTE = "remote.json"
 
 
 class RemoteShards(Record):
-    """FOLDER/remote.json. `url`: the folder on the store; `cache`: the local folder for blocks of it."""
+    """FOLDER/remote.json: where the tokens of a shard folder are."""
 
     url: str
+    """URL of the shards' folder on the store."""
     cache: str
+    """Local folder for blocks of the shards that were read."""
     cache_gib: float
+    """Most GiB that the local folder may hold."""
 
 
 def shard_folders(folder: Path, manifest: TokenShards) -> list[Path]:

@@ -41,17 +41,20 @@ Identity = tuple[int, str, float | None]  # a metric's identity: step, key, and 
 
 
 class Sent(Record):
-    """metrics.sent.json: the position up to which rows were sent, and later metrics that MLflow already has.
-
-    `unanswered`: the end of the rows after `offset` that were sent without an answer, because none came or the process
-    was killed; MLflow may have them. If they are sent again unchanged, they count once. `in_doubt`: the rows of these
-    that a resumed run has dropped, to write them again with another time; MLflow is asked which of them it has.
-    """
+    """metrics.sent.json: the position up to which rows were sent, and later metrics that MLflow already has."""
 
     offset: int = 0
+    """Bytes of the file of rows, from its start, that MLflow has."""
     known: tuple[Identity, ...] = ()
+    """Metrics after `offset` that MLflow already has, by their identity."""
     unanswered: int = 0
+    """End, in bytes, of the rows after `offset` that were sent without an answer, because none came or the process was
+    killed: MLflow may have them. If they are sent again unchanged, they count once.
+    """
     in_doubt: tuple[Identity, ...] = ()
+    """Metrics among the unanswered ones that a resumed run has dropped, to write them again with another time; MLflow
+    is asked which of them it has.
+    """
 
 
 def has_unsent_rows(run_dir: Path) -> bool:

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import training.records
-
-FILES = sorted(Path(training.records.__path__[0]).glob("*.py"))
+ROOT = Path(__file__).parents[3]
+RECORDS = ROOT / "training" / "records"
 FEWEST_WORDS = 3
 
 
-def records() -> Iterator[ast.ClassDef]:
-    """Yield Record and all classes that inherit from it, in any file of the package."""
-    classes = [node for file in FILES for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+@functools.cache
+def records() -> tuple[ast.ClassDef, ...]:
+    """Return Record and all classes that inherit from it: from a record in the same file or in training/records."""
     known, found = {"Record"}, list[ast.ClassDef]()
-    while new := [each for each in classes if each not in found and {each.name, *bases(each)} & known]:
+    shared = [each for file in sorted(RECORDS.glob("*.py")) for each in classes(file)]
+    found += inheriting(shared, known)
+    known |= {each.name for each in found}
+    for package in ("training", "tasks", "flows", "infra"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            if file.parent != RECORDS and "Record" in file.read_text():
+                found += inheriting(classes(file), known)
+    return tuple(found)
+
+
+def classes(file: Path) -> list[ast.ClassDef]:
+    return [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+
+
+def inheriting(classes: list[ast.ClassDef], known: set[str]) -> list[ast.ClassDef]:
+    """Return the classes that inherit from a known one, or from one that does; and `Record` itself, if it is there."""
+    names, found = set(known), list[ast.ClassDef]()
+    while new := [each for each in classes if each not in found and (bases(each) & names or each.name == "Record")]:
         found += new
-        known |= {each.name for each in new}
-    yield from found
+        names |= {each.name for each in new}
+    return found
 
 
 def bases(record: ast.ClassDef) -> set[str]:
@@ -29,9 +46,11 @@ def bases(record: ast.ClassDef) -> set[str]:
 
 def fields(record: ast.ClassDef) -> Iterator[tuple[str, str]]:
     """Yield the name of each annotated field, and the text that stands under it; empty if there is none."""
+    explained_above = set() if record.name == "Record" else {"FORMAT"}  # a class variable, explained in Record
     for node, below in zip(record.body, [*record.body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id, text_of(below)
+        name = node.target.id if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else ""
+        if name and name not in explained_above:
+            yield name, text_of(below)
 
 
 def text_of(node: ast.stmt | None) -> str:
@@ -40,17 +59,13 @@ def text_of(node: ast.stmt | None) -> str:
     return ""
 
 
-def is_class_variable(record: ast.ClassDef, name: str) -> bool:
-    return name == "FORMAT" and record.name != "Record"  # explained in Record
+def explains(text: str) -> bool:
+    return text.endswith(".") and len(text.split()) >= FEWEST_WORDS and not text.lower().startswith("of ")
 
 
 def test_each_field_of_a_record_is_explained_under_it() -> None:
     unexplained = [
-        f"{record.name}.{name}: {text!r}"
-        for record in records()
-        for name, text in fields(record)
-        if not is_class_variable(record, name)
-        and not (text.endswith(".") and len(text.split()) >= FEWEST_WORDS and not text.lower().startswith("of "))
+        f"{record.name}.{name}: {text!r}" for record in records() for name, text in fields(record) if not explains(text)
     ]
     assert not unexplained, "write a sentence under each of these fields: what is it, in which unit?"
 
@@ -65,6 +80,7 @@ def test_no_docstring_of_a_record_explains_a_field() -> None:
     assert not explaining, "move what the docstring says of these fields to the text under the field"
 
 
-def test_all_records_of_the_package_are_found() -> None:
+def test_all_records_are_found() -> None:
     names = {record.name for record in records()}
     assert {"Record", "SealedRecord", "RunPlan", "BlamePlan", "LayersAlike", "SourceFigures", "TokenShards"} <= names
+    assert {"StrategyRow", "TrackedRun", "RankOrder", "Sent", "LockTag"} <= names
