@@ -8,7 +8,7 @@ from typing import Any
 
 from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest
 from training.records.text_encoding import NOTHING_SPECIAL
-from training.records.token_shards import Shard, TokenShards
+from training.records.token_shards import Shard, SourceFile, Stretch, TokenShards
 from training.shards.format import MANIFEST
 
 
@@ -19,7 +19,7 @@ def write_manifest(
         "tokenizer": "characters",
         "tokenizer_sha256": "0" * 64,
         "fingerprint": "f" * 64,
-        "sources": (),
+        "sources": (SourceFile(name="text", num_bytes=1, sha256="0" * 64),),
         "text_encoding": NOTHING_SPECIAL,
     }
     TokenShards(
@@ -29,10 +29,16 @@ def write_manifest(
         mask_id=mask_id,
         dtype="uint16",
         split_rule="tail",
-        shards=tuple(shards),
+        shards=tuple(shard if shard.split == "train" or shard.stretches else _of_one(shard) for shard in shards),
         skipped=0,
         skipped_examples=(),
     ).write(folder / MANIFEST)
+
+
+def _of_one(shard: Shard) -> Shard:
+    """The shard as text of one source."""
+    whole = Stretch(source=shard.part or 0, tokens=shard.tokens, text_bytes=shard.text_bytes)
+    return shard.model_copy(update={"stretches": (whole,)})
 
 
 def write_checkpoint_manifest(folder: Path, *, step: int, **fields: Any) -> CheckpointManifest:

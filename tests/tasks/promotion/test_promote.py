@@ -29,6 +29,7 @@ from tasks.registry.tags import TAG, note_evaluation
 from tasks.serving.metrics import ServerMetrics
 from tasks.workspace.processes import process_key
 from training.config.promotion import GatesConfig, RolloutConfig
+from training.facts.formats import FORMATS
 
 
 @pytest.fixture
@@ -40,7 +41,14 @@ def client(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     client.create_registered_model("tiny")
     for loss in (3.0, 2.5, 2.75, 2.0):
-        tags = {"val_loss": repr(loss), "dataset_fingerprint": "a" * 64, "parity_passed": "true"}
+        tags = {
+            "val_loss": repr(loss),
+            "dataset_fingerprint": "a" * 64,
+            "parity_passed": "true",
+            "val_tokens": "399",
+            "formats": "Hugging Face",
+        }
+        tags["format"] = str(FORMATS["exports"].number)
         client.create_model_version(
             "tiny", source="file:///nowhere", tags={f"{TAG}{key}": value for key, value in tags.items()}
         )

@@ -189,7 +189,7 @@ def test_mlflows_pages_tell_what_a_version_scored_and_on_what_terms(store: Store
         "| rhymes | &emsp;acc | &emsp;0.7500 |",
     ):
         assert sentence in version.description
-    assert len(version.tags) == 10, f"what people filter by, its card has the rest: {version.tags}"
+    assert len(version.tags) == 11, f"what people filter by, its card has the rest: {version.tags}"
     back = lineage("verse/1", tracking_uri=store.uri)
     assert (back["licence"], back["notes"]) == ("CC0-1.0", "Writes **verse**.")
     assert back["git_commit"] == "0" * 40

@@ -15,6 +15,7 @@ from tasks.display.numbers import format_count
 from tasks.launch.failure import AttemptOutcome
 from tasks.launch.recovery import AttemptRecord
 from tasks.planning.custom_program import CustomProgramOutcome, plan_custom_program
+from tasks.planning.price import RunCost
 from tasks.reports.export_latency import draw_latency
 from tasks.reports.outcome import Outcome
 from tasks.reports.pictures import thinned
@@ -244,7 +245,8 @@ def test_the_registered_version_is_read_from_the_outcome(run: TrackedRun) -> Non
     known = dict.fromkeys(Outcome.model_fields, "") | {
         "step": 8, "val_loss": 5.5, "bits_per_byte": None, "accuracy": 0.1, "tokens_per_s": 1.0, "samples_per_s": 1.0,
         "mfu": None, "matmul_share": None, "peak_memory_gib": 0.1, "against_plan": {}, "version": 3, "model": "verses",
-        "alias": "champion", "verdict": "all gates held", "stage_s": {}, "spent": None,
+        "alias": "champion", "verdict": "all gates held", "stage_s": {},
+        "spent": RunCost(device_hours={}, cost=None, currency="USD", tokens=0),
     }  # fmt: skip
     Outcome.model_validate(known).write(run.folder / "outcome.json")
     page = words(page_of(run))
