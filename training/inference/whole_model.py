@@ -100,19 +100,23 @@ def decoder_of(model: Any, *, context: int) -> Decoder:
 def _fault(decoder: Decoder, model: Any, *, context: int) -> str:
     """Decode two texts at the same time; return how the logits differ from the model's own, "" if they do not."""
 
-    def fault_in_text(length: int) -> str:
+    def decoded(length: int) -> tuple[list[int], Tensor]:
         ids, choice = [*range(1, length + 1)], TokenChoice(GREEDY, np.random.default_rng(0))
         decoder.decode(tuple(ids), choice, new_tokens=CHECKED_TOKENS, end_ids=[], emit=ids.append)
-        with torch.inference_mode():
-            wanted = model(torch.tensor([ids[:-1]], device=model.device)).logits[0, -1].float()
-        worst, largest = (choice.logits - wanted).abs().max().item(), wanted.abs().max().item()
-        return "" if worst <= TOLERANCE * largest else f"logits up to {largest:.2g} differ by {worst:.2g}"
+        return ids, choice.logits
 
-    with ThreadPoolExecutor(2) as pool:
-        try:
-            return max(pool.map(fault_in_text, (1, max(1, min(CHECKED_PROMPT, context - CHECKED_TOKENS)))))
-        except Exception as error:  # whatever the class raises
-            return f"{type(error).__name__}: {error}"
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            texts = [*pool.map(decoded, (1, max(1, min(CHECKED_PROMPT, context - CHECKED_TOKENS))))]
+        for ids, logits in texts:
+            with torch.inference_mode():
+                wanted = model(torch.tensor([ids[:-1]], device=model.device)).logits[0, -1].float()
+            worst, largest = (logits - wanted).abs().max().item(), wanted.abs().max().item()
+            if not worst <= TOLERANCE * largest:
+                return f"logits up to {largest:.2g} differ by {worst:.2g}"
+    except Exception as error:  # whatever the class raises
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class DecodeOneByOne:
