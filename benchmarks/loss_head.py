@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.baselines import chunked_loss
 from benchmarks.support.cost import Cost, measure, medians
-from training.facts.loss_chunks import padding_words
+from training.facts.loss_chunks import vocab_padding
 from training.models.linear_cross_entropy import linear_cross_entropy
 
 VOCABULARIES = (32_000, 50_257, 128_000)
@@ -58,7 +58,7 @@ def race(vocabulary: int, width: int, *, rounds: int) -> dict[str, Cost]:
     hidden = torch.randn(TOKENS, width, requires_grad=True)
     weight = torch.randn(vocabulary, width).mul_(0.05).requires_grad_()
     targets = torch.randint(vocabulary, (TOKENS,))
-    ways = {way: loss_of for way, loss_of in WAYS.items() if way != "unpadded" or padding_words(vocabulary)}
+    ways = {way: loss_of for way, loss_of in WAYS.items() if way != "unpadded" or vocab_padding(vocabulary)}
     turns = {
         way: functools.partial(measure, functools.partial(loss_of, hidden, weight, targets), (hidden, weight))
         for way, loss_of in ways.items()

@@ -133,13 +133,14 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def _watch(server: subprocess.Popen[bytes], port: int) -> None:
-    """Wait for the server's end. If the command goes on then, say so, and answer in its place: see `_Gone`."""
+    """Wait for the server's end. If the command goes on then, say so, and answer in its place."""
     code = server.wait()
     if _stopping.is_set():
         return
     logging.raiseExceptions = False  # otherwise each batch of logs that Prefect's handler cannot send is an error
     with suppress(OSError):  # without it Prefect's clients try for a minute, and each call is as good
-        threading.Thread(target=ThreadingHTTPServer(("127.0.0.1", port), _Gone).serve_forever, daemon=True).start()
+        answers = ThreadingHTTPServer(("127.0.0.1", port), _AnswersGone)
+        threading.Thread(target=answers.serve_forever, daemon=True).start()
     logger.warning(
         "the embedded Prefect server ended (%s): this command goes on without it; the next command, or `shardline "
         "reconcile`, reports to Prefect how it ended",
@@ -148,7 +149,7 @@ def _watch(server: subprocess.Popen[bytes], port: int) -> None:
     _ended.set()
 
 
-class _Gone(BaseHTTPRequestHandler):
+class _AnswersGone(BaseHTTPRequestHandler):
     """Answers every request with 410. Prefect's clients try again for a minute where nothing answers, and the clients
     of its logs and events, in threads of their own, could not be told otherwise.
     """

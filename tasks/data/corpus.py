@@ -135,7 +135,7 @@ def prepare_corpus(
     with contextlib.ExitStack() as stack:
         report = progress or stack.enter_context(text_progress())
         engine = engine or LocalProcesses(data.processes)
-        found = functools.partial(_found, report=report, engine=engine, sampled=sampled)
+        found = functools.partial(_open_corpus, report=report, engine=engine, sampled=sampled)
         shared = _Shared(tokens_home.absolute(), store, pretrained, specials, encoding)
         if not data.sources:
             return _prepare_one(found(data), shared)
@@ -157,7 +157,8 @@ def _prepare_one(corpus: Corpus, shared: _Shared) -> tuple[Path, TokenShards]:
     corpus.check_contents()
     corpus = replace(corpus, draws=shared.pretrained is None and corpus.must_draw(num_corpora=1))
     with _write_lock(folder):
-        if finished := _finished_manifest(folder) or _on_store(shared.store, folder):  # another process made it
+        # Another process may have made it meanwhile.
+        if finished := _finished_manifest(folder) or _manifest_on_store(shared.store, folder):
             return folder, finished
         for damage in discard_damaged(folder):
             log.warning("%s: deleting the file and making it again", damage)
@@ -190,7 +191,7 @@ def _prepare_mixture(data: DataConfig, given: list[Corpus | _Finished], shared: 
     draws = shared.pretrained is None and any(corpus.must_draw(num_corpora=len(corpora)) for corpus in corpora)
     corpora = [replace(corpus, draws=draws) for corpus in corpora]
     with _write_lock(folder):
-        if finished := _finished_manifest(folder) or _on_store(shared.store, folder):
+        if finished := _finished_manifest(folder) or _manifest_on_store(shared.store, folder):
             return folder, finished
         _discard_other_mixture(folder)
         corpora = [corpus.surveyed_in(folder / SURVEY / str(number)) for number, corpus in enumerate(corpora)]
@@ -199,7 +200,7 @@ def _prepare_mixture(data: DataConfig, given: list[Corpus | _Finished], shared: 
             _tokenizer_of(corpora, [corpus.choose_rule() for corpus in corpora], folder, shared)
             settings = TokenizerConfig(kind="pretrained", path=str(folder / "tokenizer"))
             shared = replace(shared, pretrained=load_pretrained(settings))
-        parts, apart = [], _apart(corpora)
+        parts, apart = [], _without_repeats_of_earlier(corpora)
         for name, source, part in zip(names, data.sources, given, strict=True):
             log.info("source %s: %s", name, source.path)
             if isinstance(part, _Finished):
@@ -228,8 +229,8 @@ def _fingerprint_of_mixture(names: tuple[str, ...], given: list[Corpus | _Finish
     return _hash(list(zip(names, fingerprints, strict=True)))
 
 
-def _apart(corpora: list[Corpus]) -> Iterator[Corpus]:
-    """Return the corpora; with data.deduplicate=exact each without the documents that an earlier corpus has."""
+def _without_repeats_of_earlier(corpora: list[Corpus]) -> Iterator[Corpus]:
+    """Yield the corpora; with data.deduplicate=exact each without the documents that an earlier one has."""
     earlier: tuple[Corpus, ...] = ()
     for corpus in corpora:
         yield replace(corpus, earlier=earlier)
@@ -353,7 +354,7 @@ def _discard_other_mixture(folder: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _found(data: DataConfig, *, sampled: Callable[[Corpus], Corpus] | None, **how: Any) -> Corpus:
+def _open_corpus(data: DataConfig, *, sampled: Callable[[Corpus], Corpus] | None, **how: Any) -> Corpus:
     skipped = SkippedDocuments(data.on_error)
     sources = find_sources(data, skipped, hashed=sampled is None)
     tables = [source for source in sources if source.format == "tsv" and data.table.quoting == "auto"]
@@ -417,7 +418,7 @@ class Corpus:
         earlier = [corpus.survey for corpus in self.earlier]
         return survey_corpus(self.engine, self.data, self.chunks, self.survey_folder, earlier=earlier)
 
-    def applied(self, rule: SplitRule | None = None) -> list[Chunk]:
+    def chunks_with_rule(self, rule: SplitRule | None = None) -> list[Chunk]:
         """Return the chunks with what depends on other chunks: their repeated documents, and where a tail begins."""
         border = rule.border if rule and rule.kind == "tail" else 0
         if border == 0 and self.data.deduplicate == "off":
@@ -426,7 +427,7 @@ class Corpus:
 
     def pieces(self) -> Iterator[Piece]:
         """Read all pieces in order, in this process. Each pass skips the same documents."""
-        for chunk in self.applied():
+        for chunk in self.chunks_with_rule():
             yield from self.pieces_of(chunk)
 
     def pieces_of(self, chunk: Chunk) -> Iterator[Piece]:
@@ -448,7 +449,7 @@ class Corpus:
 
     def sample(self, rule: SplitRule, num_bytes: int) -> Iterable[str]:
         """Return the text that a BPE is trained on: the first `num_bytes` of train, or as many from all over it."""
-        chunks = [chunk for chunk in self.applied(rule) if _may_train(chunk, rule)]
+        chunks = [chunk for chunk in self.chunks_with_rule(rule) if _may_train(chunk, rule)]
 
         def texts(chunk: Chunk) -> Iterator[str]:
             passages = split_pieces(self.pieces_of(chunk), rule, train_characters=chunk.train_characters)
@@ -471,7 +472,7 @@ class Corpus:
             self._check_given(given)
             why = f"given: {len(self.sources) - given} files of data.validation_path are validation"
             return SplitRule("given", 0.0, given, why)
-        first = itertools.chain.from_iterable(self.pieces_of(chunk) for chunk in self.applied()[:1])
+        first = itertools.chain.from_iterable(self.pieces_of(chunk) for chunk in self.chunks_with_rule()[:1])
         return choose_rule(self.data, first, lambda: self.survey.counts())
 
     def _check_given(self, num_train: int) -> None:
@@ -565,7 +566,7 @@ def _finished_manifest(folder: Path) -> TokenShards | None:
     return manifest
 
 
-def _on_store(store: StoreConfig, folder: Path) -> TokenShards | None:
+def _manifest_on_store(store: StoreConfig, folder: Path) -> TokenShards | None:
     """Return the manifest of the same shards on the store, if it has them; a part that is here is then not needed."""
     if not store.url:
         return None
@@ -681,7 +682,7 @@ def _tokenize(
 def _tokenize_all(corpus: Corpus, rule: SplitRule, folder: Path, tokenizer: SavedTokenizer) -> list[FinishedChunk]:
     """Return the results of all chunks, in their order."""
     work = TokenizeWork(corpus.data, rule, folder, tokenizer)
-    chunks = corpus.applied(rule)
+    chunks = corpus.chunks_with_rule(rule)
     made: dict[int, FinishedChunk] = {}
     done_bytes = 0
     for index, finished in run_chunks(corpus.engine, "tokenize chunks", tokenize_chunk, work, chunks):

@@ -35,7 +35,7 @@ from training.records.words import counted
 logger = logging.getLogger(__name__)
 
 
-class Limited(Protocol):
+class HasLimits(Protocol):
     """A host of any kind, and the limits of a container there; 0: no limit."""
 
     @property
@@ -46,7 +46,7 @@ class Limited(Protocol):
     def memory_gib(self) -> float: ...
 
 
-AnyLimited = TypeVar("AnyLimited", bound=Limited)
+AnyHost = TypeVar("AnyHost", bound=HasLimits)
 
 
 def measure_hosts(
@@ -80,8 +80,8 @@ def measure_hosts(
 
 
 def measured_once(
-    hosts: Sequence[AnyLimited],
-    measure_all: Callable[[Sequence[AnyLimited]], Mapping[str, Measured]],
+    hosts: Sequence[AnyHost],
+    measure_all: Callable[[Sequence[AnyHost]], Mapping[str, Measured]],
     *,
     keys: Mapping[str, dict[str, str]],
     facts: Mapping[str, HostFacts],
@@ -148,7 +148,7 @@ def measuring(out: Path, *, slots: int, threads: int) -> tuple[str, ...]:
     return ("-m", *(launcher if slots > 1 else ()), "training.measure", str(out), str(threads))
 
 
-def cache_key(host: Limited, facts: HostFacts, *, slots: int, place: str) -> dict[str, str]:
+def cache_key(host: HasLimits, facts: HostFacts, *, slots: int, place: str) -> dict[str, str]:
     """Return all facts that affect the rates; the image stands for torch, CUDA and the measuring program.
 
     `place`: the launcher and its name for the machine, so that measurements outside containers have another key.
@@ -167,12 +167,12 @@ def cache_key(host: Limited, facts: HostFacts, *, slots: int, place: str) -> dic
     }
 
 
-def usable_cores(host: Limited, facts: HostFacts) -> int:
+def usable_cores(host: HasLimits, facts: HostFacts) -> int:
     """Return the number of whole cores: with `cpus` 1.5, two threads would be throttled a quarter of the time."""
     return max(1, min(facts.cores, math.floor(host.cpus + 1e-6))) if host.cpus else facts.cores
 
 
-def as_host(host: Limited, facts: HostFacts, cached: CachedMeasurement) -> Host:
+def as_host(host: HasLimits, facts: HostFacts, cached: CachedMeasurement) -> Host:
     return measured_host(
         cached,
         cpu_model=facts.cpu_model,

@@ -42,7 +42,7 @@ class Attempt:
         self.nodes: dict[str, Node] = {}
         self.tasks: dict[str, Path] = {}
         self.left: dict[str, HostError] = {}
-        self.taken = False  # another launcher withdrew the lease
+        self.replaced_by_another = False  # another launcher withdrew the lease
         self.progress_at, self.pace_s = time.monotonic(), 0.0
 
     def __enter__(self) -> Attempt:
@@ -165,8 +165,8 @@ class Attempt:
         )
 
     def _outcome(self) -> AttemptOutcome:
-        self.taken = not self.lease.path.exists()
-        if self.taken:
+        self.replaced_by_another = not self.lease.path.exists()
+        if self.replaced_by_another:
             return AttemptOutcome(
                 cause="stopped", detail="another launcher has taken the run over: it withdrew our lease"
             )

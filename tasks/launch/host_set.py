@@ -102,7 +102,7 @@ class _Candidates:
     def wait(self) -> None:
         """Wait for hosts that may return; then until ranks on absent hosts have seen that their lease is gone."""
         longest_s, told = max(self.launch.wait_s, self.launch.lost_after_s), list[str]()
-        while waited_for := self.needed() or self.perhaps_back():
+        while waited_for := self.missing_hosts() or self.may_return():
             if time.monotonic() > self.began_at + longest_s:
                 raise RunFailed(self._too_few(waited_for, waited_s=longest_s), cause="lost host")
             if waited_for != told:
@@ -119,7 +119,7 @@ class _Candidates:
         if self.absent:
             time.sleep(max(0.0, self.began_at + FENCE_S - time.monotonic()))
 
-    def needed(self) -> list[str]:
+    def missing_hosts(self) -> list[str]:
         """Return the absent hosts without which the run cannot continue; empty if enough are ready."""
         if self.one_host:
             return [] if set(self.planned) - set(self.absent) else list(self.planned)
@@ -128,7 +128,7 @@ class _Candidates:
         absent = [host.name for host in self.measured if host.name in self.absent]
         return absent if len(self.measured) - len(absent) < self.launch.min_hosts else []
 
-    def perhaps_back(self) -> list[str]:
+    def may_return(self) -> list[str]:
         """Return the absent hosts that are worth a short wait, although enough are ready without them."""
         if self.one_host or time.monotonic() > self.began_at + self.launch.lost_after_s:
             return []

@@ -99,13 +99,13 @@ def run_program(
     except (Exception, RunStopped):
         raise
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
-        raise RunStopped(f"interrupted: {goes_on(plan)}") from None
+        raise RunStopped(f"interrupted: {how_to_continue(plan)}") from None
     finally:
         attempts.standbys.close()
         attempts.remove_remaining()
 
 
-def goes_on(plan: LaunchedPlan) -> str:
+def how_to_continue(plan: LaunchedPlan) -> str:
     """Say how the user can continue a program that did not finish."""
     if isinstance(plan, EvaluationPlan):
         return "nothing was kept: evaluate again"
@@ -164,7 +164,7 @@ class Attempts:
             place = self.launcher.place(outcome)
             failure = f"{self.module} on {', '.join(attempt.hosts)}: {outcome.cause} ({place}: {outcome.detail})"
             if outcome.cause == "stopped":
-                raise RunStopped(f"{failure}: {goes_on(self.plan)}")
+                raise RunStopped(f"{failure}: {how_to_continue(self.plan)}")
             if outcome.cause not in RETRIED:
                 raise self._failed(failure, "another attempt would end the same way", outcome, cause=outcome.cause)
             if failures >= self.launch.attempts:
@@ -194,7 +194,7 @@ class Attempts:
 
     def _failed(self, failure: str, why: str, outcome: AttemptOutcome, *, cause: Cause) -> RunFailed:
         cure = f". Cure: {found}" if (found := cure_of(cause, outcome.detail)) else ""
-        message = f"{failure}; {why}{cure}. {goes_on(self.plan)}{self.stacks.where()}"
+        message = f"{failure}; {why}{cure}. {how_to_continue(self.plan)}{self.stacks.where()}"
         if outcome.lines:
             log, lines = self.launcher.log_path(outcome.host), "\n".join(outcome.lines)
             message += f"\nThe last lines of {log}:\n{lines}"
@@ -224,7 +224,7 @@ class Attempts:
                 outcome = AttemptOutcome(cause="killed", detail="its ranks got SIGTERM, but not from the launcher")
         finally:
             self.hosts_with_leftovers |= set(attempt.left)
-            if attempt.taken:  # the containers there may now belong to the other launcher
+            if attempt.replaced_by_another:  # the containers there may now belong to the other launcher
                 self.hosts_with_leftovers.clear()
             record = AttemptRecord(
                 number=int(folder.name),

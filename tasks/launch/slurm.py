@@ -190,7 +190,7 @@ class SlurmLauncher(RemoteLauncher):
         self.allocation.raise_if_cancelled()
         try:
             job = self.allocation.job()
-            if job is None or job.waits or job.ended or self._given_back(job):
+            if job is None or job.waits or job.ended or self._release_if_unusable(job):
                 return {}
             return self._end_steps(job, [host for host in self.hosts() if host.name in {each.name for each in hosts}])
         except HostError as error:
@@ -198,7 +198,7 @@ class SlurmLauncher(RemoteLauncher):
                 raise
             return {host.name: HostError(str(error), hosts=(host.name,), unreachable=True) for host in hosts}
 
-    def _given_back(self, job: slurm.Job) -> bool:
+    def _release_if_unusable(self, job: slurm.Job) -> bool:
         """Whether the job's nodes were given back, because another attempt cannot use them."""
         why = self.allocation.why_replaced(job)
         if why:

@@ -23,7 +23,7 @@ from training.records.words import format_duration
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 DURATION = r"(\d+(?:\.\d+)?)\s*([mhdw])"
-ALWAYS = 24  # inventories that are planned in any case; beyond these, only those that could still be the answer
+PLANNED_FIRST = 24  # inventories that are planned in any case; beyond these, only those that could still be the answer
 LIMITS = dict.fromkeys(("products", "Muon's products", "attention"), "compute")
 LIMITS |= dict.fromkeys(("memory-bound", "optimizer"), "memory bandwidth")
 LIMITS |= dict.fromkeys(("recomputing", "offload"), "memory size")
@@ -223,8 +223,8 @@ def _plan_all(
 ) -> tuple[dict[str, RunPlan | str], list[str]]:
     """Return a plan, or why there is none, by hosts; and the hosts that could not be the answer any more.
 
-    The most promising by the rate and price of their GPUs come first. After ALWAYS the fastest do, and hosts are left
-    out that at their best would still be no better than what is found.
+    The most promising by the rate and price of their GPUs come first. After PLANNED_FIRST the fastest do, and hosts are
+    left out that at their best would still be no better than what is found.
     """
     kinds, inventories = dict[str, Hosts](), dict[Hosts, Inventory]()
     prices, flops_per_s = defaultdict[Hosts, float](lambda: math.inf), dict[Hosts, float]()
@@ -249,9 +249,9 @@ def _plan_all(
         return goals.missed(seconds, seconds / 3600 * prices[kind])
 
     promising = sorted(inventories, key=lambda kind: prices[kind] / flops_per_s[kind])
-    for kind in (*promising[:ALWAYS], *sorted(promising[ALWAYS:], key=lambda kind: -flops_per_s[kind])):
+    for kind in (*promising[:PLANNED_FIRST], *sorted(promising[PLANNED_FIRST:], key=lambda kind: -flops_per_s[kind])):
         most = min(flops_per_s[kind], inventories[kind].num_devices * (reached[kind.gpu] or math.inf))
-        if len(plans) >= ALWAYS and best and not any(map(tuple.__lt__, outcome(kind, flops / most), best)):
+        if len(plans) >= PLANNED_FIRST and best and not any(map(tuple.__lt__, outcome(kind, flops / most), best)):
             continue
         try:
             plan = plans[kind] = plan_run(config, inventory=inventories[kind])

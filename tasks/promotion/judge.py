@@ -138,11 +138,11 @@ def judge_records(client: MlflowClient, version: ModelVersion, *, terms: Terms, 
     if old.dataset != new.dataset:
         new_losses, old_losses = _losses(version, new), _losses(champion_version, old)
         if common := max(new_losses.keys() & old_losses.keys(), key=lambda dataset: new_losses[dataset][1], default=""):
-            new, old = _on(new, common, new_losses), _on(old, common, old_losses)
+            new, old = _measured_on(new, common, new_losses), _measured_on(old, common, old_losses)
     return gate(new, old, gates=terms.gates)
 
 
-def _on(candidate: Candidate, dataset: str, losses: Mapping[str, Sequence[Any]]) -> Candidate:
+def _measured_on(candidate: Candidate, dataset: str, losses: Mapping[str, Sequence[Any]]) -> Candidate:
     loss, tokens, by_source = losses[dataset]
     return replace(candidate, dataset=dataset, loss=loss, tokens=int(tokens), by_source=by_source)
 

@@ -92,7 +92,8 @@ class TextService:
     ) -> AsyncIterator[TextStream]:
         """Open a stream of text in a free slot; after the block no further token is generated.
 
-        `turns`: of the texts of a request after its first one, whom a full queue does not refuse.
+        `turns`: limits how many texts of one request run at a time; only a request's first text, which has none, can be
+        refused by a full queue.
         Raises Refused if the request exceeds a limit, the queue is full, or the stream does not open in time.
         """
         self.check(prompt, sampling)

@@ -69,7 +69,7 @@ def test_a_row_is_the_plan_for_its_hosts(quoted: Quote) -> None:
 @pytest.mark.parametrize("always", [48, 1])
 def test_the_marked_rows_are_the_best_of_all(always: int, quoted: Quote, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where hosts that cannot be the answer are not planned."""
-    monkeypatch.setattr(quoting, "ALWAYS", always)
+    monkeypatch.setattr(quoting, "PLANNED_FIRST", always)
     priced = [row for row in quoted.rows if row.cost is not None]
     times, costs = sorted(row.train_s for row in priced), sorted(row.cost or 0 for row in priced)
     for deadline_s in (0.5 * times[0], 1.01 * times[0], 1.01 * times[-1]):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-WORDS_MULTIPLE = 128  # products of odd sizes are slower, on GPUs and by a fifth on CPUs (benchmarks/loss_head.py)
+VOCAB_MULTIPLE = 128  # products of odd sizes are slower, on GPUs and by a fifth on CPUs (benchmarks/loss_head.py)
 CHUNK_BYTES = 8192  # of each word: the loss makes logits for this many tokens at a time
 
 
-def padding_words(num_words: int, multiple: int = WORDS_MULTIPLE) -> int:
+def vocab_padding(vocab_size: int, multiple: int = VOCAB_MULTIPLE) -> int:
     """Return the words that are added to the output layer's products: up to the multiple, if that is less than 1%."""
-    more = -num_words % multiple
-    return more if 100 * more < num_words else 0
+    more = -vocab_size % multiple
+    return more if 100 * more < vocab_size else 0
 
 
 def chunk_tokens(width_bytes: int) -> int:

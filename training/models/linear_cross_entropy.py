@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.data.batch import IGNORED
-from training.facts.loss_chunks import WORDS_MULTIPLE, chunk_tokens, padding_words
+from training.facts.loss_chunks import VOCAB_MULTIPLE, chunk_tokens, vocab_padding
 from training.models.family import PLAIN, Tail
 from training.runtime.onednn import products_take_new_memory
 
@@ -60,7 +60,7 @@ def linear_cross_entropy(
     first_token_id: int = 0,
     group: dist.ProcessGroup | None = None,
     softmax: Softmax | None = None,
-    multiple: int = WORDS_MULTIPLE,
+    multiple: int = VOCAB_MULTIPLE,
     tail: Tail = PLAIN,
     z_loss: ZLoss | None = None,
 ) -> Tensor:
@@ -101,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
-        num_words, more = len(weight), padding_words(len(weight), multiple)
+        num_words, more = len(weight), vocab_padding(len(weight), multiple)
         cast = F.pad(weight.to(dtype), (0, 0, 0, more)) if more else weight.to(dtype)
         padded_bias = F.pad(bias, (0, more)) if more and bias is not None else bias
         headroom = FP16_HEADROOM if dtype == torch.float16 else 1.0

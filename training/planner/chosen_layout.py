@@ -77,7 +77,7 @@ class ChosenLayout:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The axis cp only where there is one: other plans are as they were before there was."""
+        """Return the number of ranks on each axis of the mesh; cp is left out where it is 1."""
         layout = self.layout
         cp = {"cp": layout.cp} if layout.cp > 1 else {}
         return {"pp": layout.pp, "dp": layout.dp, **cp, "tp": layout.tp}

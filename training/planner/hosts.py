@@ -58,12 +58,15 @@ def best_hosts(question: Question, plan: Callable[[Question], ChosenLayout]) -> 
     others = [] if _is_one_kind(everything) else [each for each in found if each is not of_all and each is not fastest]
     why = why_hosts(everything, taken, fastest, of_all, others) if of_all else why_without(taken, everything, refusal)
     if fastest is not of_all and _is_one_kind(everything):
-        why += why_less_sent(_less_sent(question, plan), fastest)
+        why += why_less_sent(_plans_that_send_less(question, plan), fastest)
     return taken, why
 
 
-def _less_sent(question: Question, plan: Callable[[Question], ChosenLayout]) -> dict[str, ChosenLayout]:
-    """Return the plans for all hosts that change learning, since less is sent: by what to set."""
+def _plans_that_send_less(question: Question, plan: Callable[[Question], ChosenLayout]) -> dict[str, ChosenLayout]:
+    """Return what local-sgd and PowerSGD would give on all hosts, by what to set.
+
+    They change learning, so they are only mentioned.
+    """
     ways: dict[str, dict[str, Any]] = {
         "parallel.strategy=local-sgd": {"strategy": "local-sgd"},
         "parallel.strategy=ddp parallel.compression=powersgd": {"strategy": "ddp", "compression": "powersgd"},

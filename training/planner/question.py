@@ -91,8 +91,8 @@ class Question:
     def micro_batches(self, mesh: Mesh) -> list[tuple[int, int]]:
         """The sizes to try, largest first, and how many a replica makes of each.
 
-        Replicas of unlike shape may have unequal shares. Of shares that are asked for it is the largest, of other
-        unequal ones about the mean.
+        Replicas of unlike shape may have unequal shares. With parallel.shares given, a size is that of the largest
+        share, else about the mean of the shares.
         """
         train, shares, dp = self.config.train, self.config.parallel.shares, self.dp(mesh)
         asked, batch = train.micro_batch, train.global_batch

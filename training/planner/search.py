@@ -30,7 +30,7 @@ from training.records.plan import ModelShape, even_stages
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 MAX_STAGES = 64
-STAGES_PER_RANK = (2, 4, 8)  # that are tried by themselves
+INTERLEAVINGS_TRIED = (2, 4, 8)  # stages per rank; other numbers are tried only if they are asked for
 MAX_LENGTH = 8  # stages of a replica of unlike shape
 LENGTHS_TRIED = 2  # of pipelines of devices that are alike, the shortest that hold the model
 RUNS_COMBINED = 4  # of more runs of devices that are alike only the shortest of each are tried
@@ -214,7 +214,7 @@ def _interleaved(question: Question, strategy: StrategyName, pp: int) -> Iterato
         or config.train.optimizer == "muon"
     ):
         return
-    yield from (n for n in STAGES_PER_RANK if -(-layers // (pp * n)) * n == -(-layers // pp))
+    yield from (n for n in INTERLEAVINGS_TRIED if -(-layers // (pp * n)) * n == -(-layers // pp))
 
 
 def _layouts(question: Question, cluster: Cluster, mesh: Mesh) -> Iterator[Layout]:

@@ -55,7 +55,7 @@ class Ddp(TorchStrategy):
         )
         self.compression: Compression | None = None
         if plan.strategy == "ddp" and parallel.compression != "none" and isinstance(module, DistributedDataParallel):
-            self.compression = compress(module, parallel, trained=self.trained)
+            self.compression = compress(module, parallel, trained=self.trainable)
         self.compress_after, self.updates = parallel.compress_after_steps, 0
         self.dense_bytes = all_reduce_bytes(sum(p.nbytes for p in self.parameters), replicas)
         self.settled = replicas <= 2 and self.compression is None  # a sum of two has only one order

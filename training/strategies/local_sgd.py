@@ -46,7 +46,7 @@ class LocalSgd(Ddp):
         self.outer_every = parallel.outer_every_steps
         self.outer_rate, self.momentum = parallel.outer_learning_rate, parallel.outer_momentum
         self.sent_dtype = torch.bfloat16 if parallel.compression == "bf16" else torch.float32
-        self.owned_by_rank = _deal_out(self.trained, self.inside.size())
+        self.owned_by_rank = _deal_out(self.trainable, self.inside.size())
         self.owned = self.owned_by_rank[self.inside.rank()]
         self.outer_weights = {name: p.detach().clone() for name, p in self.owned.items()}  # after the last outer step
         self.outer_momenta = {name: torch.zeros_like(p) for name, p in self.outer_weights.items()}
@@ -115,7 +115,7 @@ class LocalSgd(Ddp):
     def parts(self, name: str, tensor: Tensor) -> Parts:
         """Return parts whose join is the mean over groups; a frozen weight is the same in all groups."""
         parts, groups = super().parts(name, tensor), self.across.size()
-        if name not in self.trained or groups == 1:
+        if name not in self.trainable or groups == 1:
             return parts
 
         rows, in_group = len(parts.holders) // groups, len(parts.part_shapes)  # rows in a group, parts in a row

@@ -180,7 +180,7 @@ class Pipeline(TorchStrategy):
             shard_optimizer=plan.strategy == "zero1",
         )
         if self.has_tied_copy:  # the first stage counts and saves the embedding
-            copy = self.trained.get(self._embedding)
+            copy = self.trainable.get(self._embedding)
             self.norm_parameters = [parameter for parameter in self.norm_parameters if parameter is not copy]
         self.summed = self._summed(mesh)
         self.weight, self.losses = 0.0, list[Tensor]()
@@ -216,14 +216,14 @@ class Pipeline(TorchStrategy):
         groups = make_groups(self.plan, [ranks for ranks in in_order if ranks in made])
         groups |= {ranks: dp.get_group() for ranks, dp in known.items()}
         members = defaultdict[tuple[int, ...], list[nn.Parameter]](list)
-        for name, parameter in self.trained.items():
+        for name, parameter in self.trainable.items():
             sharers = tied if tied and name == self._embedding else self.map.groups_of(self.map.layer_of(name))
             members[sharers[self.place.tp]].append(parameter)
         return [(groups[ranks], members[ranks]) for ranks in in_order if ranks in members]
 
     def _summed_pairs(self) -> list[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
         pairs = self.map.tied_pairs() if self.model.tied else []
-        own = [self.trained[self._embedding]] if self._embedding in self.trained else []
+        own = [self.trainable[self._embedding]] if self._embedding in self.trainable else []
         return [(group, own) for group in make_groups(self.plan, pairs).values() if own]
 
     def schedule(self, rows: int, number: int) -> Schedule1F1B | ScheduleInterleaved1F1B:

@@ -65,21 +65,24 @@ class TorchStrategy:
         self.norm_groups = (*norm_groups, *(mesh[axis].get_group() for axis in axes))
         self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
         self.all_ranks = torch.arange(plan.world_size).view(-1, plan.mesh["tp"])
-        self.named = self.saved_names()  # read once: while FSDP2 has weights gathered, the model lists those
-        self.trained = {name: p for name, p in self.named.items() if isinstance(p, nn.Parameter) and p.requires_grad}
-        self.sharded = ShardedOptimizer(self.trained, mesh["dp"]) if shard_optimizer else None
+        # Read once: while FSDP2 has weights gathered, the model lists those.
+        self.parameters_by_name = self.saved_names()
+        self.trainable = {
+            name: p for name, p in self.parameters_by_name.items() if isinstance(p, nn.Parameter) and p.requires_grad
+        }
+        self.sharded = ShardedOptimizer(self.trainable, mesh["dp"]) if shard_optimizer else None
         if self.sharded is not None:
-            self.trained = self.sharded.shards
-        self.parameters = list(self.trained.values())
-        self.held = self._hidden_matrices() if train.optimizer == "muon" and model.training else {}
-        self.optimizer = build_adamw(model, train, fused=True, shards=self.trained, build=self._builder(plan))
+            self.trainable = self.sharded.shards
+        self.parameters = list(self.trainable.values())
+        self.muon_matrices = self._hidden_matrices() if train.optimizer == "muon" and model.training else {}
+        self.optimizer = build_adamw(model, train, fused=True, shards=self.trainable, build=self._builder(plan))
         self.exchanged_bytes = self.optimizer.sent_bytes if isinstance(self.optimizer, Muon) else 0
-        self.norm_parameters = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
+        self.norm_parameters = [p for name, p in self.trainable.items() if name in model.cuts or self.counts_replicated]
         # Their gradient covers only this tp rank's pieces of sequences, or heads.
-        self.of_pieces: list[nn.Parameter] = []
+        self.partial_gradients: list[nn.Parameter] = []
         if model.sequence_pieces > 1 or model.partial:
-            some = model.partial if model.sequence_pieces == 1 else self.trained.keys() - model.cuts.keys()
-            self.of_pieces = [p for name, p in self.trained.items() if name in some]
+            some = model.partial if model.sequence_pieces == 1 else self.trainable.keys() - model.cuts.keys()
+            self.partial_gradients = [p for name, p in self.trainable.items() if name in some]
         self.load_weights(weights)
         for parameter in self.parameters:  # AdamW makes this state at its first step: a checkpoint may come earlier
             self.optimizer.state[parameter] = {
@@ -96,7 +99,7 @@ class TorchStrategy:
                 parts=parts_of(p.detach(), cut=self.model.cuts.get(name), ranks=self.ranks_alike(name)),
                 cut=self.model.cuts.get(name),
             )
-            for name, p in self.trained.items()
+            for name, p in self.trainable.items()
             if name in self.model.matrices
         }
 
@@ -106,11 +109,13 @@ class TorchStrategy:
         groups = peers_of(plan)
         peers = next(ranks for ranks in groups if dist.get_rank() in ranks)
         made = make_groups(plan, [ranks for ranks in groups if len(ranks) > 1])
-        return functools.partial(Muon, held=self.held, peers=peers, group=made.get(peers), tp=self.all_ranks.shape[1])
+        return functools.partial(
+            Muon, held=self.muon_matrices, peers=peers, group=made.get(peers), tp=self.all_ranks.shape[1]
+        )
 
     def moment_names(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """Return the names of the tensors that the optimizer keeps of a parameter."""
-        return MUON_MOMENTS if parameter in self.held else MOMENTS
+        return MUON_MOMENTS if parameter in self.muon_matrices else MOMENTS
 
     def saved_names(self) -> dict[str, Tensor]:
         """Return this rank's parameters, or its pieces of them, and persistent buffers, by the name in the files."""
@@ -148,8 +153,8 @@ class TorchStrategy:
         """
         scale = self.scale.value
         self.check_used()
-        if self.of_pieces:
-            all_reduce_together(self.gradients(self.of_pieces), self.mesh["tp"].get_group())
+        if self.partial_gradients:
+            all_reduce_together(self.gradients(self.partial_gradients), self.mesh["tp"].get_group())
         if scale != 1.0:
             torch._foreach_div_(self.gradients(self.parameters), scale)
         norm = self.global_norm()
@@ -188,11 +193,15 @@ class TorchStrategy:
         if self.is_checked:
             return
         self.is_checked = True
-        unused = [name for name, parameter in self.trained.items() if parameter.grad is None]
+        unused = [name for name, parameter in self.trainable.items() if parameter.grad is None]
         if unused and self.needs_all:
-            raise ValueError(f"{without_gradient(unused, self.named)}; ddp and local-sgd wait for all gradients")
+            raise ValueError(
+                f"{without_gradient(unused, self.parameters_by_name)}; ddp and local-sgd wait for all gradients"
+            )
         if unused and self.counts_replicated and self.mesh["dp"].get_local_rank() == 0:
-            logger.warning("%s, or leave them: they keep their values", without_gradient(unused, self.named))
+            logger.warning(
+                "%s, or leave them: they keep their values", without_gradient(unused, self.parameters_by_name)
+            )
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sent in the step that ends; 0: not counted."""
@@ -229,11 +238,11 @@ class TorchStrategy:
         return loss if self.counts_replicated else torch.zeros_like(loss)
 
     def weights(self) -> Iterator[tuple[str, Parts]]:
-        for name, tensor in self.named.items():
+        for name, tensor in self.parameters_by_name.items():
             yield name, self.parts(name, tensor.detach())
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
-        for name, parameter in self.trained.items():
+        for name, parameter in self.trainable.items():
             for moment in self.moment_names(parameter):
                 yield f"{name}.{moment}", self.parts(name, self.optimizer.state[parameter][moment])
 
@@ -243,14 +252,14 @@ class TorchStrategy:
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.named.items():
+        for name, tensor in self.parameters_by_name.items():
             own, target = self.own(name, weights[name], tensor), tensor.detach()
             if isinstance(own, DTensor) and isinstance(target, DTensor):
                 own, target = own.to_local(), target.to_local()
             target.copy_(own)
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.trained.items():
+        for name, parameter in self.trainable.items():
             names = self.moment_names(parameter)
             moments = {moment: self.own(name, state[f"{name}.{moment}"], parameter) for moment in names}
             self.optimizer.state[parameter] = {

@@ -213,7 +213,7 @@ class Zero:
 
         DeepSpeed would take it for 0, so that weight decay shrinks them; the other strategies leave them as they are.
         """
-        if not self.is_checked and (unused := not_reached(loss, dict(self.trained()))):
+        if not self.is_checked and (unused := not_reached(loss, dict(self.trainable()))):
             names = (name for name, _ in self.model.hf.named_parameters())
             raise ValueError(f"{without_gradient(unused, names)}; DeepSpeed would shrink them by weight decay")
         self.is_checked = True
@@ -247,7 +247,7 @@ class Zero:
     def moments(self) -> Iterator[tuple[str, Parts]]:
         from deepspeed.utils import safe_get_local_optimizer_state
 
-        for name, parameter in self.trained():
+        for name, parameter in self.trainable():
             for moment in MOMENTS:
                 if self.stage < 3:
                     parts = self._fragments_of(name, parameter, moment)
@@ -274,14 +274,14 @@ class Zero:
 
     def _fragment_lengths(self) -> dict[str, list[int]]:
         """Return the count of each parameter's numbers in each rank's partition, by parameter name. Collective."""
-        mappings = {name: parameter._hp_mapping for name, parameter in self.trained()}  # type: ignore[attr-defined]
+        mappings = {name: parameter._hp_mapping for name, parameter in self.trainable()}  # type: ignore[attr-defined]
         own = [0 if mapping is None else mapping.lp_fragment_address.numel for mapping in mappings.values()]
         gathered: list[list[int]] = [[]] * self.dp
         dist.all_gather_object(gathered, own)
         return {name: [of_rank[number] for of_rank in gathered] for number, name in enumerate(mappings)}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.trained():
+        for name, parameter in self.trainable():
             for moment in MOMENTS:
                 self._set_moment(parameter, moment, state[f"{name}.{moment}"])
         for partition in self._states():

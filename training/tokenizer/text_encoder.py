@@ -52,7 +52,7 @@ class TextEncoder:
             return found[0] if found.string[: found.start()].endswith(guard) else names[found[0]]
 
         found = self._encode(tokenizer, self.special_pattern.sub(name, text).replace(guard, ""), begins=False)
-        return self._begun([ids.get(token, token) for token in found])
+        return self._with_bos([ids.get(token, token) for token in found])
 
     def _encode(self, tokenizer: Tokenizer, text: str, *, begins: bool) -> list[int]:
         try:
@@ -65,9 +65,9 @@ class TextEncoder:
             raise ValueError(
                 f"the prompt {text!r} has characters that this tokenizer was not made with: {unknown!r}; leave them out"
             ) from None
-        return self._begun(ids) if begins else ids
+        return self._with_bos(ids) if begins else ids
 
-    def _begun(self, ids: list[int]) -> list[int]:
+    def _with_bos(self, ids: list[int]) -> list[int]:
         """Return the IDs behind those that begin a document, which a chat template may have written already."""
         return ids if ids[: len(self.bos_ids)] == self.bos_ids else [*self.bos_ids, *ids]
 

@@ -246,7 +246,7 @@ def test_a_checkpoint_that_would_lack_a_tensor_is_refused_before_the_first_step(
 ) -> None:
     state = start("forgetful")
     assert isinstance(state.strategy, TorchStrategy)
-    del state.strategy.named["model.layers.1.mlp.up_proj.weight"]
+    del state.strategy.parameters_by_name["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(
         ValueError, match=r"a checkpoint of these ranks .* lacks model\.layers\.1\.mlp\.up_proj\.weight"
     ):

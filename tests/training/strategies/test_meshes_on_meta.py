@@ -137,7 +137,7 @@ def held_bytes(plan: RunPlan, rank: int) -> dict[str, int]:
         assert tensor.is_meta
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
-    weights_held = [parameter for parameter in strategy.named.values() if parameter.requires_grad]
+    weights_held = [parameter for parameter in strategy.parameters_by_name.values() if parameter.requires_grad]
     moments = [state[name] for state in strategy.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     return {
         "weights": sum(map(num_bytes, weights_held)),

@@ -8,7 +8,7 @@ added.
 
 from __future__ import annotations
 
-from training.facts.loss_chunks import chunk_tokens, padding_words
+from training.facts.loss_chunks import chunk_tokens, vocab_padding
 from training.planner.price.step import Step, hidden_parameters, rank_parameters, stage_layers, stages_with_most
 
 GIB = 2**30
@@ -146,6 +146,6 @@ def _logits(step: Step) -> float:
         return vocab_rows * tokens * costs.logit_bytes
     chunk = chunk_tokens(width_bytes)
     added = width_bytes if tokens > chunk else 0
-    if width_bytes == 4 and padding_words(int(vocab_rows)):  # a copy; in 16 bits it is the cast one
+    if width_bytes == 4 and vocab_padding(int(vocab_rows)):  # a copy; in 16 bits it is the cast one
         added += 4
     return vocab_rows * (min(tokens, chunk) * costs.logit_bytes + (4 + added) * shape.width)

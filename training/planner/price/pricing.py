@@ -113,12 +113,12 @@ class Ranking:
 
 
 def best_first(fitting: Sequence[PricedLayout]) -> tuple[PricedLayout, ...]:
-    """Orders layouts by predicted time, except that the best comes first.
+    """Return layouts by predicted time, the fastest first, except that the best comes before all.
 
-    The best is, of those within TIED of the fastest, the one with the most memory to spare; of those with as much, to
-    0.1 GiB of what they need, the one with the fewest kinds of communication. The fastest is that of the layouts which
-    take less than TIGHT of what is usable, if it is CLOSE to the fastest of all: of those that take more, more run out
-    (docs/plan-choice.md).
+    Layouts within TIED of the fastest count as equally fast: the best is the one with the most memory to spare; where
+    they spare as much (to 0.1 GiB), the one with the fewest kinds of communication. A layout that takes TIGHT of the
+    usable memory or more is the fastest only if no roomier one is CLOSE to it: tight layouts run out of memory more
+    often (docs/plan-choice.md).
     """
     if not fitting:
         return ()

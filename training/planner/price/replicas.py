@@ -43,14 +43,18 @@ class RankDevice:
 
 @dataclass(frozen=True)
 class Rank:
-    """A kind of rank: its device and, in a pipeline of stages of given sizes, its length, the rank's stage and layers,
-    and the replica's ranks on one host."""
+    """Ranks that cost the same are one Rank. All but the device are 0 outside pipelines of stages of given sizes."""
 
     device: RankDevice
+    """What the rank runs on."""
     length: int = 0
+    """Stages of the replica's pipeline."""
     stage: int = 0
+    """Number of the rank's stage, from 0."""
     layers: int = 0
+    """Layers of that stage."""
     on_host: int = 0
+    """Ranks of the replica on the rank's host."""
 
 
 Replica = tuple[Rank, ...]  # the unlike ranks of a data-parallel replica
