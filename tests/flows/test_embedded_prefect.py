@@ -85,8 +85,8 @@ def test_a_run_is_done_without_it_and_the_next_command_reports_it(user_folder: U
 
 def test_the_cause_of_a_run_that_fails_afterwards_is_printed(user_folder: UserFolder) -> None:
     def kill_the_rank(run_dir: Path) -> None:
-        ranks = [it for it in psutil.process_iter(["name"]) if it.info["name"].startswith("rank-")]
-        (rank,) = [it for it in ranks if str(run_dir) in " ".join(it.cmdline())]
+        ranks = [it for it in psutil.process_iter(["name", "cmdline"]) if it.info["name"].startswith("rank-")]
+        (rank,) = [it for it in ranks if str(run_dir) in " ".join(it.info["cmdline"] or ())]  # None: a zombie
         rank.kill()
 
     damaged = user_folder.home / "damaged" / "run.json"

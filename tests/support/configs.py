@@ -30,12 +30,18 @@ def inventory(*hosts: int, kind: str = "cpu", memory_gib: float = 12.0, disk_gib
         matmul_tflops=rates,
         compute_capability="9.0" if kind == "cuda" else None,
     )
-    return Inventory(
-        hosts=tuple(
-            Host(name=f"host{i}", cores=2 * n, memory_gib=64, disk_free_gib=disk_gib, devices=(device,) * n)
-            for i, n in enumerate(hosts)
+    hosts_made = (
+        Host(
+            name=f"host{i}",
+            cores=2 * n,
+            memory_gib=64,
+            disk_free_gib=disk_gib,
+            devices=(device,) * n,
+            compile_lacks="a made-up host compiles nothing",
         )
+        for i, n in enumerate(hosts)
     )
+    return Inventory(hosts=tuple(hosts_made))
 
 
 def gpus(*capabilities: str) -> Inventory:
