@@ -230,7 +230,7 @@ class Zero:
         logits: Tensor = self.engine(self.model.next_logits, inputs, places)
         return logits
 
-    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.hf.named_parameters() if p.requires_grad)
 
     def weights(self) -> Iterator[tuple[str, Parts]]:
