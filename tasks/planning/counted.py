@@ -69,7 +69,7 @@ def counted_by_hosts(config: RunConfig, *, run_dir: Path) -> Iterator[None]:
     try:
         yield
         if answer.exists():
-            shape = _keep(ModelShape.read(answer), _kept_at(config, file))
+            shape = _keep(ModelShape.model_validate_json(answer.read_bytes()), _kept_at(config, file))
             logger.info("model.path: %s parameters, %s", f"{shape.parameters:,}", shape.sizes.counted)
     finally:
         request.unlink(missing_ok=True)

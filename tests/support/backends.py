@@ -211,7 +211,6 @@ class Kubernetes(Backend):
             "launch__image": "registry/train",
             "launch__user": "10001:10001",
             "launch__port": self.port,
-            "launch__backoff_s": 0.1,
             "launch__wait_s": 60.0,
             "launch__lease_s": LEASE_S,
             "launch__collective_test": False,
