@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.configs import inventory, reasons, tiny_config
 from tests.support.layouts import LAYOUTS
+from tests.support.plain_torch import by_hand
 from tests.support.ranks import run_ranks
 from tests.support.tiny_shards import MakeRun
-from tests.training.evaluation.test_evaluate import by_hand, evaluate
+from tests.training.evaluation.test_evaluate import evaluate
 from training.checkpoint.safetensors_files import TensorFiles
 from training.config.train import TrainConfig
 from training.export import export_run
@@ -61,8 +63,11 @@ def test_the_average_is_evaluated_and_exported_beside_the_last_weights(layout: s
     for name, tensor in TensorFiles(run_dir / "export", "model").items():
         oldest, middle, newest = (each[name].double() for each in files)
         assert torch.equal(tensor, (oldest / 4 + middle / 4 + newest / 2).float())
-    assert report.average_loss == pytest.approx(by_hand(plan_path, model_folder="export")[0].mean(), rel=1e-6)
-    last = by_hand(plan_path, model_folder="checkpoints/00000008")[0].mean()
+    average, last = (
+        by_hand(plan_path, AutoModelForCausalLM.from_pretrained(run_dir / folder).eval())[0].mean()
+        for folder in ("export", "checkpoints/00000008")
+    )
+    assert report.average_loss == pytest.approx(average, rel=1e-6)
     assert report.last_loss == pytest.approx(last, rel=1e-6)
 
     plan = RunPlan.read(plan_path)
