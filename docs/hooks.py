@@ -164,7 +164,7 @@ def metric_reference() -> str:
 
 
 def package_table() -> str:
-    """What each package of the rooms says of itself."""
+    """Return a table of the packages, each with the first paragraph of its docstring."""
     files = [path for room in ("flows", "tasks", "training") for path in sorted((REPO / room).glob("*/__init__.py"))]
     about = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in files]
     first = [" ".join(text.partition("\n\n")[0].split()) for text in about]

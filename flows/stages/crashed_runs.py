@@ -7,7 +7,6 @@ that still count as running in Prefect although their process on this machine is
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -38,6 +37,7 @@ from tasks.tracking import final_status
 from tasks.tracking.final_status import EndedRun, mark_prefect_knows
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.processes import has_ended
+from tasks.workspace.wait import until
 from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
@@ -95,13 +95,20 @@ def mark_crashed_flow_runs() -> None:
 
 
 def _never_begun(client: SyncPrefectClient, runs: list[FlowRun]) -> list[FlowRun]:
-    """Return those that are as they are for SETTLED_S; ends as soon as all have begun."""
-    until = time.monotonic() + SETTLED_S
+    """Return the runs whose process does not begin within SETTLED_S; return sooner if all have begun."""
+    if not runs:
+        return []
     states = {run.id: run.state_id for run in runs}
-    while runs and time.monotonic() < until:
-        time.sleep(LOOK_EVERY_S)
-        now = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id for run in runs])))
-        runs = [run for run in now if run.state_id == states[run.id] and may_begin(run)]
+    names = ", ".join(run.name for run in runs)
+    logger.info("waiting up to %.0f s for the process of %s, which Prefect has started", SETTLED_S, names)
+
+    def have_begun() -> bool:
+        waiting = FlowRunFilter(id=FlowRunFilterId(any_=[run.id for run in runs]))
+        found = client.read_flow_runs(flow_run_filter=waiting)
+        runs[:] = [run for run in found if run.state_id == states[run.id] and may_begin(run)]
+        return not runs
+
+    until(have_begun, timeout_s=SETTLED_S, every_s=LOOK_EVERY_S)
     return runs
 
 

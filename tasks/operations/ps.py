@@ -69,7 +69,7 @@ class Running(Record):
 
 
 class Listing(Record):
-    """What runs on the hosts, as `shardline ps` lists it."""
+    """The list that `shardline ps` prints: containers, pods, jobs and launchers, and hosts that did not answer."""
 
     running: tuple[Running, ...]
     """What runs, and what has ended but is still there, sorted by run."""

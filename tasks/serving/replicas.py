@@ -44,7 +44,7 @@ CLOSING_S = 10.0  # seconds after DRAIN_S for engines to end
 
 @dataclass(frozen=True)
 class ReplicaTask:
-    """What one replica does. `record`: without the replica's process, which the replica adds."""
+    """The task of one replica. `record` lacks the process, which the replica adds."""
 
     number: int
     ref: str
@@ -60,7 +60,7 @@ class ReplicaTask:
 
 
 class ReplicaStatus(NamedTuple):
-    """What a replica sends: it is ready, or the reason why it is not."""
+    """The message of a replica that is ready, or the reason why it is not."""
 
     model: str = ""
     version: int = 0

@@ -12,7 +12,9 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from flows.stages.job_checks import check_job
 from tasks.planning.pretrained import check_start, check_weights, hf_config
@@ -127,31 +129,66 @@ def test_a_model_of_pickles_is_taken_once_its_cure_is_followed(model: Path, tmp_
     assert hf_config(continued(tmp_path / "again").model)
 
 
-def test_a_model_in_fp8_is_taken_once_it_is_dequantized(tmp_path: Path) -> None:
-    """Its matrices are in blocks of 128 x 128, each with a scale, as DeepSeek-V3 has them."""
-    folder = tmp_path / "fp8"
-    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(folder)
+def in_fp8(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """Blocks of 128 x 128, each with a scale, as DeepSeek-V3 has them."""
+    rows, columns = (size // 128 for size in weight.shape)
+    blocks = weight.float().reshape(rows, 128, columns, 128)
+    scale = blocks.abs().amax((1, 3)) / 448
+    numbers = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+    return {name: numbers, f"{name}_scale_inv": scale}
+
+
+def in_mxfp4(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """Blocks of 32 numbers of 4 bits, each with an exponent, as gpt-oss has its experts: [expert, in, out]."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    blocks = weight.float().transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = torch.log2(blocks.abs().amax(-1) / 6).ceil()
+    numbers = blocks / torch.exp2(exponents)[..., None]
+    nearest = (numbers.abs()[..., None] - values).abs().argmin(-1) + 8 * (numbers < 0)
+    packed = nearest[..., 0::2] | (nearest[..., 1::2] << 4)
+    return {f"{name}_blocks": packed.to(torch.uint8), f"{name}_scales": (exponents + 127).to(torch.uint8)}
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "num_key_value_heads": 2}
+QUANTIZED: dict[str, tuple[str, dict[str, Any], Any, str, dict[str, Any], Any, float]] = {
+    "fp8": (
+        *("llama", {"hidden_size": 128, "intermediate_size": 256}, in_fp8, r"_proj\.weight$"),
+        {"weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        *(FineGrainedFP8Config, 1 / 16),
+    ),
+    "mxfp4": (
+        *("gpt_oss", {"hidden_size": 64, "intermediate_size": 64} | EXPERTS, in_mxfp4, r"experts\.\w+_proj$"),
+        {"modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]},
+        *(Mxfp4Config, 1 / 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("by", QUANTIZED)
+def test_a_quantized_model_is_taken_once_it_is_dequantized(by: str, tmp_path: Path) -> None:
+    model_type, sizes, rounded, matrices, how, config_class, tolerance = QUANTIZED[by]
+    folder = tmp_path / "quantized"
     file, config = folder / "model.safetensors", folder / "config.json"
-    given, rounded = load_file(file), {}
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | sizes))
+    for parameter in hf.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    hf.to(torch.bfloat16).save_pretrained(folder)
+    given, tensors = load_file(file), dict[str, torch.Tensor]()
     for name, weight in given.items():
-        rounded[name] = weight
-        if "_proj" in name:
-            rows, columns = (size // 128 for size in weight.shape)
-            blocks = weight.float().reshape(rows, 128, columns, 128)
-            rounded[f"{name}_scale_inv"] = scale = blocks.abs().amax((1, 3)) / 448
-            rounded[name] = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
-    save_file(rounded, file, metadata={"format": "pt"})
-    how = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": how}))
-    with pytest.raises(ValueError, match=re.escape(Cure.DEQUANTIZE(config="FineGrainedFP8Config"))):
+        tensors |= rounded(weight, name) if re.search(matrices, name) else {name: weight}
+    save_file(tensors, file, metadata={"format": "pt"})
+    asked = {"quantization_config": {"quant_method": by} | how}
+    config.write_text(json.dumps(json.loads(config.read_text()) | asked))
+    with pytest.raises(ValueError, match=re.escape(Cure.DEQUANTIZE(config=config_class.__name__))):
         hf_config(continued(folder).model)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=FineGrainedFP8Config(dequantize=True))
+    loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config_class(dequantize=True))
     loaded.save_pretrained(tmp_path / "again")
     assert hf_config(continued(tmp_path / "again").model)
     check_weights(continued(tmp_path / "again"))
-    for name, weight in load_file(tmp_path / "again" / "model.safetensors").items():
-        assert (weight.float() - given[name].float()).abs().max() <= given[name].abs().max() / 16, name
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == given.keys()
+    for name, weight in again.items():
+        assert (weight.float() - given[name].float()).abs().max() <= tolerance * given[name].abs().max(), name
 
 
 def test_an_adapter_is_taken_once_it_is_merged(model: Path, tmp_path: Path) -> None:
